@@ -1,0 +1,44 @@
+# Needs only python3 (>= 3.11, with venv) and make. Everything is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint check clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install moec with its developer tools (idempotent)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"moec needs Python >= 3.11, {sys.executable} is {sys.version.split()[0]}: run make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import venv, ensurepip' || { echo "moec needs Python's venv module (Debian: apt-get install python3-venv)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing moec and its dependencies into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## plan, emit and AOT-check a 397B model for TPU, then run a tiny one on this CPU
+	@BIN=$(BIN) PYTHON=$(BIN)/python sh docs/demo.sh
+
+test: $(STAMP) ## the tests (at most 10 minutes on 2 cores; no network, no torch)
+	$(BIN)/python -m pytest -m "not slow and not aot"
+
+test-full: test ## `make test`, then all meshes and the TPU compilations (marks slow and aot)
+	$(BIN)/python -m pytest -m "slow or aot"
+
+lint: $(STAMP) ## style, types, import laws and drift of generated/
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p moec
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/moec compile --check
+
+check: lint test ## everything a change must pass: lint and test
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) build dist *.egg-info .moec_cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,248 @@
+"""Attention over a paged cache in plain XLA: online softmax, one page per row at a time.
+
+Legend: T tokens, S rows, P pages per row, D hidden, N q heads, G kv heads, M queries per kv
+head (N/G of one token, or of every token of a block), H head_dim, C = 2*G*H (one cached token:
+all key heads, then all value heads), K keys at hand, B tokens per block, L attention layers.
+
+The pool is only read here: writing it inside a layer scan makes XLA keep a second pool. Each
+layer attends to the old pages and to this step's own keys and returns its new cache rows;
+write_kv writes all layers' rows once after the scan, in place when the pool is donated.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..core.batch import Batch, Rows
+from ..core.norm import rms_norm
+from ..core.rope import rope
+
+# Tokens per prefill work item: with N/G heads per group the matmuls have 128*N/G rows, while
+# the float32 accumulator stays at a few MiB.
+_ATTN_BLOCK = 128
+# Cached keys per step of a prefill work item. At least two pages: XLA turns a gather of one into
+# a slice, and then re-lays the whole pool out as the matmul would like the page.
+_ATTN_PREFILL_KEYS = 512
+# Below any real score, and exp(_ATTN_MASKED - real) is exactly 0. Not -inf: (-inf) - (-inf) is NaN.
+_ATTN_MASKED = -1e30
+
+# Online softmax (arXiv:1805.02867): running maximum and sum [S, G, M], weighted values [S, G, M, H]; float32.
+_AttnState = tuple[Array, Array, Array]
+
+
+def attention(
+    h_TD: Array,
+    w: dict[str, Array],
+    kv_pool: Array,
+    batch: Batch,
+    rows: Rows,
+    *,
+    pool_layer: Array | int,
+    num_pages: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope_dim: int,
+    rope_theta: float,
+    rope_pairing: Literal["half", "interleaved"],
+    qk_norm_eps: float | None,
+    qk_norm_zero_centered: bool,
+    output_gate: bool,
+    scale: float,
+    max_q: int,
+) -> tuple[Array, Array]:
+    """Causal attention of every row over its cached pages and its own tokens.
+
+    kv_pool [L*num_pages, page_size, C] (read only), pool_layer may be traced. Heads are the
+    local ones. rope_dim 0 = no rope, qk_norm_eps None = no query/key norm. max_q: the longest
+    row this bucket may hold; 1 leaves the prefill path out of the program.
+    Returns out [T, D] in h's dtype, partial over tensor parallelism, and the new cache rows
+    [T, C] in the pool's dtype. Own keys and values are rounded to the pool's dtype before use,
+    so that a token gives the same result whether its history came from this step or the cache.
+    """
+    T, N, G, H = h_TD.shape[0], num_q_heads, num_kv_heads, head_dim
+    q_TNX = _attn_linear(h_TD, w["w_q"]).reshape(T, N, 2 * H if output_gate else H)  # gated: [query | gate] per head
+    q_TNH, k_TGH = q_TNX[..., :H], _attn_linear(h_TD, w["w_k"]).reshape(T, G, H)
+    if qk_norm_eps is not None:
+        q_TNH = rms_norm(q_TNH, w["q_norm"], eps=qk_norm_eps, zero_centered=qk_norm_zero_centered)
+        k_TGH = rms_norm(k_TGH, w["k_norm"], eps=qk_norm_eps, zero_centered=qk_norm_zero_centered)
+    q_TNH = rope(q_TNH, batch.positions, dim=rope_dim, theta=rope_theta, pairing=rope_pairing)
+    k_TGH = rope(k_TGH, batch.positions, dim=rope_dim, theta=rope_theta, pairing=rope_pairing)
+    new_TC = jnp.concatenate([k_TGH.reshape(T, G * H), _attn_linear(h_TD, w["w_v"])], axis=-1)
+    new_TC = _attn_round(new_TC, kv_pool.dtype)
+
+    pages_SP = batch.page_table + pool_layer * num_pages
+    q_TGMH = q_TNH.reshape(T, G, N // G, H)
+    out_TGMH = _attn_decode(q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, scale=scale)
+    if max_q > 1:
+        block = min(_ATTN_BLOCK, max_q)
+        out_TGMH = _attn_prefill(
+            out_TGMH, q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, scale=scale, block=block
+        )  # fmt: skip
+    out_TNH = out_TGMH.reshape(T, N, H)
+    if output_gate:
+        gate_TNH = lax.logistic(q_TNX[..., H:].astype(jnp.float32))
+        out_TNH = (out_TNH.astype(jnp.float32) * gate_TNH).astype(h_TD.dtype)
+    return _attn_linear(out_TNH.reshape(T, N * H), w["w_o"]), new_TC
+
+
+def write_kv(kv_pool: Array, kv_new_LTC: Array, batch: Batch, rows: Rows) -> Array:
+    """All layers' new cache rows into their pages, in one scatter; padding tokens go to the sink, page 0.
+
+    kv_pool [L*num_pages, page_size, C], kv_new_LTC [L, T, C].
+    """
+    num_layers = kv_new_LTC.shape[0]
+    num_pages, page_size = kv_pool.shape[0] // num_layers, kv_pool.shape[1]
+    position_T = jnp.where(rows.valid, rows.start[rows.row] + rows.offset, 0)
+    page_T = jnp.where(rows.valid, batch.page_table[rows.row, position_T // page_size], 0)
+    page_LT = page_T + jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_pages
+    offset_LT = jnp.broadcast_to(position_T % page_size, page_LT.shape)
+    return kv_pool.at[page_LT, offset_LT].set(kv_new_LTC.astype(kv_pool.dtype), mode="promise_in_bounds")
+
+
+def _attn_linear(x: Array, w: Array) -> Array:
+    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
+    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _attn_round(x: Array, dtype: jnp.dtype) -> Array:
+    """Cast to the cache's dtype, clipped to its range: float8 overflow would be NaN."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit).astype(dtype)
+
+
+def _attn_start(S: int, G: int, M: int, H: int) -> _AttnState:
+    """The online softmax of no keys."""
+    zero_SGM = jnp.zeros((S, G, M), jnp.float32)
+    return zero_SGM + _ATTN_MASKED, zero_SGM, jnp.zeros((S, G, M, H), jnp.float32)
+
+
+def _attn_add(state: _AttnState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, scale: float) -> _AttnState:
+    """Fold K more keys into the online softmax; seen_SMK may have M = 1 (all queries alike).
+
+    Every query must see a key in the first call, so that the maximum is real from then on.
+    """
+    top, total, acc = state
+    (S, G, _, H), K = q_SGMH.shape, kv_SKC.shape[1]
+    kv_SKYGH = kv_SKC.astype(q_SGMH.dtype).reshape(S, K, 2, G, H)
+    # Unseen values are cleared, not only weighted by 0: a reused page may hold another request's NaN.
+    v_SKGH = jnp.where(seen_SMK.any(axis=1)[:, :, None, None], kv_SKYGH[:, :, 1], 0)
+    score = jnp.einsum("sgmh,skgh->sgmk", q_SGMH, kv_SKYGH[:, :, 0], preferred_element_type=jnp.float32)
+    score = jnp.where(seen_SMK[:, None], score * scale, _ATTN_MASKED)
+    new_top = jnp.maximum(top, score.max(axis=-1))
+    p, keep = jnp.exp(score - new_top[..., None]), jnp.exp(top - new_top)
+    values = jnp.einsum("sgmk,skgh->sgmh", p.astype(q_SGMH.dtype), v_SKGH, preferred_element_type=jnp.float32)
+    return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + values
+
+
+def _attn_decode(
+    q_TGMH: Array, new_TC: Array, kv_pool: Array, pages_SP: Array, batch: Batch, rows: Rows, *, scale: float
+) -> Array:
+    """The decode rows, all at once (token s belongs to row s); zeros for other tokens. [T, G, M, H].
+
+    The loop runs to the longest decode row and gathers one page per row, so that temporaries
+    are S pages whatever the context.
+    """
+    (T, G, M, H), page_size = q_TGMH.shape, kv_pool.shape[1]
+    S = min(T, pages_SP.shape[0])
+    is_decode_S = (jnp.arange(S) < batch.distribution[0]) & rows.valid[:S]
+    cached_S = jnp.where(is_decode_S, rows.start[:S], 0)
+    q_SGMH = q_TGMH[:S]
+
+    def add_page(p: Array, state: _AttnState) -> _AttnState:
+        first = p * page_size
+        # Rows that ended read the sink instead of their (possibly unset) table entry.
+        page_S = jnp.where(first < cached_S, pages_SP[:S, p], 0)
+        seen_S1K = (first + jnp.arange(page_size) < cached_S[:, None])[:, None]
+        return _attn_add(state, q_SGMH, kv_pool[page_S], seen_S1K, scale)
+
+    own = _attn_add(_attn_start(S, G, M, H), q_SGMH, new_TC[:S, None], jnp.ones((S, 1, 1), bool), scale)
+    num_steps = (cached_S.max() + page_size - 1) // page_size
+    _, total, acc = lax.fori_loop(0, num_steps, add_page, own)
+    out_SGMH = jnp.where(is_decode_S[:, None, None, None], acc / total[..., None], 0)
+    return jnp.pad(out_SGMH.astype(q_TGMH.dtype), ((0, T - S), (0, 0), (0, 0), (0, 0)))
+
+
+def _attn_prefill(
+    out_TGMH: Array,
+    q_TGMH: Array,
+    new_TC: Array,
+    kv_pool: Array,
+    pages_SP: Array,
+    batch: Batch,
+    rows: Rows,
+    *,
+    scale: float,
+    block: int,
+) -> Array:
+    """The prefill rows' tokens into out_TGMH; work items (row, block of tokens) in a loop.
+
+    All trip counts are dynamic: a step with few prefill tokens runs few iterations.
+    """
+    T, B = q_TGMH.shape[0], block
+    # B tokens of padding: the last block of the last row is then sliced whole.
+    q_TGMH, new_TC, out_TGMH = (
+        jnp.pad(x, ((0, B),) + ((0, 0),) * (x.ndim - 1)) for x in (q_TGMH, new_TC, out_TGMH)
+    )  # fmt: skip
+
+    def add_row(s: Array, out_TGMH: Array) -> Array:
+        first, q_len, start = batch.cu_q[s], rows.q_len[s], rows.start[s]
+
+        def add_block(b: Array, out_TGMH: Array) -> Array:
+            q_BGMH = lax.dynamic_slice_in_dim(q_TGMH, first + b * B, B)
+            done_BGMH = _attn_block(
+                q_BGMH, new_TC, kv_pool, pages_SP[s], first=first, index=b, q_len=q_len, start=start, scale=scale
+            )
+            mine_B = (b * B + jnp.arange(B) < q_len)[:, None, None, None]
+            old_BGMH = lax.dynamic_slice_in_dim(out_TGMH, first + b * B, B)
+            return lax.dynamic_update_slice_in_dim(
+                out_TGMH, jnp.where(mine_B, done_BGMH, old_BGMH), first + b * B, 0
+            )  # fmt: skip
+
+        return lax.fori_loop(0, (q_len + B - 1) // B, add_block, out_TGMH)
+
+    return lax.fori_loop(batch.distribution[0], batch.distribution[1], add_row, out_TGMH)[:T]
+
+
+def _attn_block(
+    q_BGMH: Array,
+    new_TC: Array,
+    kv_pool: Array,
+    pages_P: Array,
+    *,
+    first: Array,
+    index: Array,
+    q_len: Array,
+    start: Array,
+    scale: float,
+) -> Array:
+    """Block `index` of one row: over the row's keys of this step, then over its `start` cached ones.
+
+    first: the row's first token, q_len: its tokens in this step.
+    """
+    (B, G, M, H), page_size = q_BGMH.shape, kv_pool.shape[1]
+    q_1GMH = q_BGMH.transpose(1, 0, 2, 3).reshape(1, G, B * M, H)
+    token_B, span = jnp.arange(B), max(_ATTN_PREFILL_KEYS // page_size, 2)
+
+    def add_own(j: Array, state: _AttnState) -> _AttnState:
+        kv_1BC = lax.dynamic_slice_in_dim(new_TC, first + j * B, B)[None]
+        key_B, query_B = j * B + token_B, index * B + token_B
+        seen_BB = (key_B <= query_B[:, None]) & (key_B < q_len)
+        return _attn_add(state, q_1GMH, kv_1BC, jnp.repeat(seen_BB, M, axis=0)[None], scale)
+
+    def add_pages(p: Array, state: _AttnState) -> _AttnState:
+        pages = pages_P[jnp.minimum(p * span + jnp.arange(span), pages_P.shape[0] - 1)]
+        kv_1KC = kv_pool[pages].reshape(1, span * page_size, -1)
+        seen_K = p * span * page_size + jnp.arange(span * page_size) < start
+        return _attn_add(state, q_1GMH, kv_1KC, seen_K[None, None], scale)
+
+    # The diagonal block first: there every query sees a key (itself).
+    state = add_own(index, _attn_start(1, G, B * M, H))
+    state = lax.fori_loop(0, index, add_own, state)
+    _, total, acc = lax.fori_loop(0, (start + span * page_size - 1) // (span * page_size), add_pages, state)
+    out_GBMH = (acc / total[..., None]).reshape(G, B, M, H)
+    return out_GBMH.transpose(1, 0, 2, 3).astype(q_BGMH.dtype)
+
+
+__all__ = ["attention", "write_kv"]

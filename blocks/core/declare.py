@@ -1,0 +1,151 @@
+"""What a block declares of itself: fields, weights, state, sharding rules, variants.
+
+Pure data, no jax and no chip: `moec check` and `moec plan` read only this.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+# The plan gives each role a dtype.
+#   linear: projections; expert: routed expert matrices; embed/head: vocabulary matrices;
+#   gain: norms and other 1-D parameters; router: router matrix; decay: A_log, dt_bias (float32 math)
+Role = Literal["linear", "expert", "embed", "head", "gain", "router", "decay"]
+
+
+# Which of the plan's degrees cuts a logical axis. An axis that is not here is never cut.
+AXIS_ROLES: dict[str, Literal["attention_dp", "attention_tp", "expert_ep", "expert_tp", "shared", "embed", "head"]] = {
+    "rank": "attention_dp",
+    "q_heads": "attention_tp",
+    "kv_heads": "attention_tp",
+    "qk_heads": "attention_tp",
+    "v_heads": "attention_tp",
+    "experts": "expert_ep",
+    "expert_intermediate": "expert_tp",
+    "shared_intermediate": "shared",
+    "embed_vocab": "embed",
+    "head_vocab": "head",
+}
+
+
+class BlockFields(BaseModel):
+    """Base of every block's declared fields: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class NormFields(BlockFields):
+    """A norm as the spec declares it; blocks/core/norm.py computes it."""
+
+    kind: Literal["rms"] = "rms"
+    eps: float = 1e-6
+    zero_centered: bool = False
+
+
+class NormOverride(BlockFields):
+    """What one norm changes of the model's default norm; null = as the default."""
+
+    kind: Literal["rms"] | None = None
+    eps: float | None = None
+    zero_centered: bool | None = None
+
+    def resolve(self, default: NormFields) -> NormFields:
+        """The default norm with this override's fields on top."""
+        return default.model_copy(update=self.model_dump(exclude_none=True))
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes and defaults a block may read from the model around it."""
+
+    hidden_size: int
+    vocab_size: int
+    norm: NormFields
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as the model means it: unsharded, one layer, [in, out] for matrices.
+
+    axes: logical axis per dim (None = never cut).
+    linear: True when Hugging Face checkpoints store it transposed ([out, in]).
+    stacked: True for arrays that all layers keep in one loop-invariant stack (experts).
+    active_fraction: the share of the values one token uses (top_k / num_experts).
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    role: Role
+    linear: bool = False
+    stacked: bool = False
+    init: str = "normal"
+    active_fraction: float = 1.0
+
+
+@dataclass(frozen=True)
+class PagedState:
+    """Per-token cache of one layer: shape and axes of what one token stores."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    role: Literal["kv"] = "kv"
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """Per-sequence state of one layer: shape and axes of what one sequence stores."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    role: Literal["state", "conv"] = "state"
+
+
+@dataclass(frozen=True)
+class HeadCut:
+    """How tensor parallelism may cut a block: `size` heads of one kind.
+
+    axis: the logical axis that is cut. replicate: True when a degree above `size` is legal
+    by giving several devices the same head (KV heads).
+    """
+
+    axis: str
+    size: int
+    replicate: bool = False
+
+
+@dataclass(frozen=True)
+class FieldProblem:
+    """A semantic problem inside one block: path relative to the block, reason, hint."""
+
+    path: tuple[str | int, ...]
+    text: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An implementation the planner may pick: module and function names, backends, preconditions."""
+
+    name: str
+    module: str
+    backends: tuple[str, ...]
+    note: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Block(Protocol):
+    """What `blocks/<kind>/block.py` offers as module-level names."""
+
+    Fields: type[BlockFields]
+    SLOT: Literal["mixer", "ffn"]  # the residual slot of a layer the block fills
+    VARIANTS: tuple[Variant, ...]
+
+    def check(self, fields: Any, dims: ModelDims) -> list[FieldProblem]: ...
+
+    def weights(self, fields: Any, dims: ModelDims) -> dict[str, Weight]: ...
+
+    def state(self, fields: Any, dims: ModelDims) -> tuple[PagedState | SlotState, ...]: ...
+
+    def cuts(self, fields: Any) -> tuple[HeadCut, ...]: ...

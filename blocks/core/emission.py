@@ -1,0 +1,78 @@
+"""How a block tells the emitter what to write: constants with reasons, imports, and the fields of its call.j2.
+
+Each `blocks/<kind>/emit.py` turns (fields, site) into an Emission. The site is what the plan
+decided about this block; call.j2 only places the text computed there. No jax.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .declare import ModelDims
+
+COLLECTIVES = "moec.blocks.collectives.xla"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """`NAME = text  # reason` at the top of the emitted program."""
+
+    name: str
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the plan decided about one block instance.
+
+    name: Python identifier of the block. module: import path of the chosen variant.
+    dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded: the
+    shared expert is cut over the whole mesh. scaled: expert weights carry block scales.
+    tuning: this block's tuned values, e.g. {"chunk": 64} or {"block_rows": {"decode": 16}}.
+    """
+
+    name: str
+    module: str
+    dims: ModelDims
+    dp: int
+    tp: int
+    ep: int
+    etp: int
+    shared_sharded: bool
+    scaled: bool
+    tuning: dict[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of this block's constants."""
+        return self.name.upper()
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one block adds to the emitted program.
+
+    imports: (module, name) pairs. fields: what call.j2 places; the rendered lines go from
+    `h_TD` (the normed input) to `y_TD` (added to the residual stream).
+    """
+
+    imports: tuple[tuple[str, str], ...]
+    constants: tuple[Constant, ...]
+    doc: str
+    fields: dict[str, Any]
+
+
+def share(total: int, degree: int, what: str, axis: str = "tp") -> tuple[str, str]:
+    """Text and reason of a per-device size: ("8", "16 heads / tp 2")."""
+    if degree == 1:
+        return str(total), f"{what}, not cut"
+    assert total % degree == 0, (total, degree, what)
+    return str(total // degree), f"{total} {what} / {axis} {degree}"
+
+
+def sum_over_heads(site: Site) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Imports and lines that complete a mixer's output when its heads are cut."""
+    if site.tp == 1:
+        return (), ()
+    line = "y_TD = all_reduce(y_TD, TENSOR)  # each device adds the share of its own heads"
+    return ((COLLECTIVES, "all_reduce"),), (line,)

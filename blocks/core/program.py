@@ -1,0 +1,105 @@
+"""Mechanism shared by all emitted programs: mesh, partition specs, abstract batches, jitted steps.
+
+An emitted program holds decisions (sizes, RULES, layer functions); this file turns them
+into meshes and jitted steps. Nothing here asks for devices while tracing: steps are built
+over an AbstractMesh and take the devices of their arguments, so one program compiles for
+real chips, virtual CPU devices and ahead-of-time topologies alike.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .array_info import ArrayInfo
+from .batch import Batch, Bucket, Sampling
+
+Rules = dict[str, tuple[str, ...]]
+
+
+def make_mesh(devices: Sequence[Any], mesh_axes: dict[str, int]) -> Mesh:
+    """The mesh over `devices`, axes major to minor; neighbours on the last axis are neighbours on the chip."""
+    names, sizes = tuple(mesh_axes), tuple(mesh_axes.values())
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=list(devices))
+
+
+def abstract_mesh(mesh_axes: dict[str, int]) -> AbstractMesh:
+    """The same mesh without devices, for tracing."""
+    names, sizes = tuple(mesh_axes), tuple(mesh_axes.values())
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def partition_spec(info: ArrayInfo, rules: Rules) -> PartitionSpec:
+    """Mesh axes of each dim: the program's RULES applied to the logical axes."""
+    return PartitionSpec(*(rules[axis] or None if axis else None for axis in info.axes))
+
+
+def partition_specs(tree: Any, rules: Rules) -> Any:
+    """partition_spec over a tree of ArrayInfo."""
+    return jax.tree.map(lambda info: partition_spec(info, rules), tree, is_leaf=_is_info)
+
+
+def abstract_arrays(tree: Any, rules: Rules, mesh: Mesh) -> Any:
+    """ShapeDtypeStructs with shardings on `mesh`, for lowering without data."""
+
+    def one(info: ArrayInfo) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, partition_spec(info, rules))
+        return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype), sharding=sharding)
+
+    return jax.tree.map(one, tree, is_leaf=_is_info)
+
+
+def batch_info(bucket: Bucket, num_ranks: int) -> Batch:
+    """The abstract batch of a bucket: a Batch of ArrayInfo with the leading rank axis."""
+    rows, tokens = bucket.seqs_per_rank, bucket.tokens_per_rank
+
+    def info(dtype: str, *dims: int) -> Any:
+        return ArrayInfo((num_ranks, *dims), dtype, ("rank", *(None for _ in dims)))
+
+    return Batch(
+        tokens=info("int32", tokens),
+        positions=info("int32", tokens),
+        cu_q=info("int32", rows + 1),
+        kv_len=info("int32", rows),
+        page_table=info("int32", rows, bucket.pages_per_seq),
+        slot=info("int32", rows),
+        has_state=info("bool", rows),
+        distribution=info("int32", 3),
+        sampling=Sampling(
+            temperature=info("float32", rows),
+            top_k=info("int32", rows),
+            top_p=info("float32", rows),
+            seed=info("uint32", rows),
+        ),
+    )
+
+
+def jit_step(
+    step: Callable[..., Any],
+    *,
+    mesh_axes: dict[str, int],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    donate_state: bool,
+    matmul_precision: str,
+) -> Any:
+    """Jit `step(weights, state, batch)` as one shard_map over the whole mesh.
+
+    step sees local shards. The state is donated when donate_state, so that pools are
+    updated in place. matmul_precision: jax.default_matmul_precision while tracing.
+    """
+
+    def traced(weights: Any, state: Any, batch: Any) -> Any:
+        with jax.default_matmul_precision(matmul_precision):
+            return step(weights, state, batch)
+
+    sharded = jax.shard_map(
+        traced, mesh=abstract_mesh(mesh_axes), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return jax.jit(sharded, donate_argnums=(1,) if donate_state else ())
+
+
+def _is_info(node: Any) -> bool:
+    return isinstance(node, ArrayInfo)

@@ -1,0 +1,169 @@
+"""Work: what a block costs, without knowing any chip.
+
+A block's cost.py turns its fields and a Load (one device's share of one step) into terms.
+Terms with the same `op` run at the same time (one fused operator, or a loop XLA pipelines);
+different ops run one after the other. compiler/plan/cost.py turns terms into seconds.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+_ITEMSIZE = {
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "bool": 1,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return _ITEMSIZE[dtype]
+
+
+def touched(num_tokens: float, fraction: float) -> float:
+    """Expected share of a weight's values that num_tokens tokens touch when each uses `fraction`, uniformly."""
+    return 1.0 - (1.0 - fraction) ** num_tokens if fraction < 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The plan's dtypes by role (numpy/ml_dtypes names)."""
+
+    activation: str
+    weight: str
+    expert: str
+    kv: str
+    state: str
+    conv: str
+
+    def of(self, role: str) -> str:
+        """Dtype of a weight or state role; decay parameters are float32, as the gate math is."""
+        named = {"expert": self.expert, "kv": self.kv, "state": self.state, "conv": self.conv, "decay": "float32"}
+        return named.get(role, self.weight)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """By how many devices each thing is divided; embed, head and shared are 1 when replicated."""
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    shared: int = 1
+    embed: int = 1
+    head: int = 1
+
+    def of(self, role: str) -> int:
+        """Degree of a role of blocks.core.declare.AXIS_ROLES."""
+        named = {"attention_dp": self.dp, "attention_tp": self.tp, "expert_ep": self.ep, "expert_tp": self.etp}
+        return named[role] if role in named else {"shared": self.shared, "embed": self.embed, "head": self.head}[role]
+
+
+@dataclass(frozen=True)
+class Load:
+    """One attention-DP rank's rows in one step; every device of the rank sees them.
+
+    tokens: static step size, padding included. seqs: static rows. decode_rows: rows of one
+    token; decode_context: keys such a row reads on average, decode_longest: the longest one.
+    prefill_tokens: tokens in prefill chunks; prefill_context: keys one of them sees on average.
+    """
+
+    tokens: int
+    seqs: int
+    decode_rows: float
+    decode_context: float
+    decode_longest: float
+    prefill_tokens: float
+    prefill_context: float
+    page_size: int
+    degrees: Degrees
+    dtypes: Dtypes
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Tokens after all ranks' tokens are gathered."""
+        return self.tokens * self.degrees.dp
+
+    @property
+    def valid_tokens(self) -> float:
+        """Tokens of all ranks that are no padding."""
+        return (self.decode_rows + self.prefill_tokens) * self.degrees.dp
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`count` products [m, k] x [k, n] of operands in `dtype`.
+
+    weight_dtype: dtype of the [k, n] operand in HBM, read once per product; None when both
+    operands are already counted (a Stream) or stay on the chip.
+    """
+
+    op: str
+    m: float
+    n: float
+    k: float
+    dtype: str
+    weight_dtype: str | None = None
+    count: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.count * self.k * self.n * itemsize(self.weight_dtype) if self.weight_dtype else 0.0
+
+    @property
+    def activation_bytes(self) -> float:
+        return self.count * self.m * (self.k + self.n) * itemsize(self.dtype) if self.weight_dtype else 0.0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """HBM traffic, in pieces of chunk_bytes (small pieces do not reach full bandwidth)."""
+
+    op: str
+    bytes: float
+    chunk_bytes: float
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Elementwise float32 operations."""
+
+    op: str
+    flops: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One message exchange between devices.
+
+    axes: roles ("attention_dp", "attention_tp") the plan maps to mesh axes. shape: the full
+    array: what an all-gather yields, what a reduce-scatter takes, what an all-reduce sums,
+    what one device holds before an all-to-all.
+    """
+
+    op: str
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    what: str
+
+    @property
+    def payload_bytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+Term = Gemm | Stream | Vector | Collective

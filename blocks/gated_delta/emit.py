@@ -1,0 +1,27 @@
+"""What a gated-delta block adds to an emitted program."""
+
+from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from .block import Fields
+
+
+def emit(fields: Fields, site: Site) -> Emission:
+    """Constants and call of Gated DeltaNet under the site's cut."""
+    norm = fields.out_norm.resolve(site.dims.norm)
+    imports, combine = sum_over_heads(site)
+    name = site.prefix
+    qk_heads, qk_reason = share(fields.num_qk_heads, site.tp, "query/key heads")
+    v_heads, v_reason = share(fields.num_v_heads, site.tp, "value heads")
+    constants = (
+        Constant(f"{name}_QK_HEADS", qk_heads, qk_reason),
+        Constant(f"{name}_V_HEADS", v_heads, v_reason),
+        Constant(f"{name}_K_DIM", str(fields.dk), "query/key dims per head"),
+        Constant(f"{name}_V_DIM", str(fields.dv), "value dims per head"),
+        Constant(f"{name}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),
+        Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens solved at once"),
+    )
+    return Emission(
+        imports=((site.module, "gated_delta"), *imports),
+        constants=constants,
+        doc=f"Gated DeltaNet: {fields.num_v_heads} value heads on {fields.num_qk_heads} query/key heads of {fields.dk}.",
+        fields={"name": site.name, "p": name, "norm_eps": repr(norm.eps), "combine": combine},
+    )

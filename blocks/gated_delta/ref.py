@@ -1,0 +1,98 @@
+"""Gated DeltaNet, float32 meaning: one row at a time, one token at a time.
+
+Legend: S rows, T tokens, D hidden, Q query/key heads, V value heads, dk and dv their dims,
+F = 2*Q*dk + V*dv conv channels (q | k | v), taps = conv_kernel. Not jittable: it reads the
+batch on the host.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..core.batch import Batch, Rows
+
+
+def gated_delta(
+    h_TD: Array,
+    w: dict[str, Array],
+    conv_pool: Array,
+    state_pool: Array,
+    batch: Batch,
+    rows: Rows,
+    *,
+    pool_layer: Array | int,
+    num_qk_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    conv_kernel: int,
+    norm_eps: float,
+    chunk: int,
+    max_q: int,
+) -> tuple[Array, Array, Array]:
+    """The recurrence of every row from its slot's state; see xla.py.
+
+    Returns out [T, D] float32 (zero for padding tokens) and the two pools.
+    """
+    T, Q, V, dk, dv = h_TD.shape[0], num_qk_heads, num_v_heads, head_k_dim, head_v_dim
+    h_TD = np.asarray(h_TD, np.float32)
+    weight = {name: np.asarray(value, np.float32) for name, value in w.items()}
+    m_TF = np.concatenate([h_TD @ weight[name] for name in ("w_q", "w_k", "w_v")], axis=1)
+    taps_FK = np.concatenate([weight[name] for name in ("conv_q", "conv_k", "conv_v")])
+    z_TVd = (h_TD @ weight["w_z"]).reshape(T, V, dv)
+    beta_TV = _sigmoid(h_TD @ weight["w_b"])
+    # The log decay, always <= 0; softplus is log(1 + e^x).
+    g_TV = -np.exp(weight["a_log"]) * np.logaddexp(0, h_TD @ weight["w_a"] + weight["dt_bias"])
+
+    conv_pool, state_pool = np.array(conv_pool), np.array(state_pool)
+    o_TVd = np.zeros((T, V, dv), np.float32)
+    cu_q = np.asarray(batch.cu_q).tolist()
+    for row in range(len(cu_q) - 1):
+        if cu_q[row + 1] == cu_q[row]:
+            continue
+        place = (int(pool_layer), int(batch.slot[row]))
+        window_KF = conv_pool[place].astype(np.float32).reshape(conv_kernel - 1, -1)
+        state_Vkd = state_pool[place].astype(np.float32)
+        if not bool(batch.has_state[row]):
+            window_KF, state_Vkd = np.zeros_like(window_KF), np.zeros_like(state_Vkd)
+        for t in range(cu_q[row], cu_q[row + 1]):
+            window_KF = np.concatenate([window_KF, m_TF[t : t + 1]])
+            x_F = _silu(np.sum(window_KF * taps_FK.T, axis=0))
+            window_KF = window_KF[1:]
+            q_Vk, k_Vk = (
+                np.repeat(_unit(x.reshape(Q, dk)), V // Q, axis=0) for x in (x_F[: Q * dk], x_F[Q * dk : 2 * Q * dk])
+            )
+            o_TVd[t], state_Vkd = _step(
+                q_Vk / np.float32(dk**0.5), k_Vk, x_F[2 * Q * dk :].reshape(V, dv), beta_TV[t], g_TV[t], state_Vkd
+            )
+        conv_pool[place] = window_KF.reshape(-1)
+        state_pool[place] = state_Vkd
+    normed_TVd = o_TVd / np.sqrt(np.mean(o_TVd**2, axis=-1, keepdims=True) + np.float32(norm_eps))
+    y_TF = (normed_TVd * weight["out_norm"] * _silu(z_TVd)).reshape(T, V * dv)
+    return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(conv_pool), jnp.asarray(state_pool)
+
+
+def _step(
+    q_Vk: np.ndarray, k_Vk: np.ndarray, v_Vd: np.ndarray, beta_V: np.ndarray, g_V: np.ndarray, state_Vkd: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """One token: decay the state, correct what it stores under key k, read it with q."""
+    state_Vkd = state_Vkd * np.exp(g_V)[:, None, None]
+    error_Vd = v_Vd - np.einsum("vkd,vk->vd", state_Vkd, k_Vk)
+    state_Vkd = state_Vkd + k_Vk[:, :, None] * (beta_V[:, None] * error_Vd)[:, None, :]
+    return np.einsum("vkd,vk->vd", state_Vkd, q_Vk), state_Vkd
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0, -x))  # no overflow at either end
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x * _sigmoid(x)
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    """l2 normalisation, epsilon inside the root of the sum as in Hugging Face transformers 5.24."""
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(1e-6))
+
+
+__all__ = ["gated_delta"]

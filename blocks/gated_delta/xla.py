@@ -1,0 +1,315 @@
+"""Gated DeltaNet (arXiv:2412.06464) in plain XLA: recurrent step for decode rows, chunks for prefill rows.
+
+Legend: T tokens, S rows, D hidden, Q query/key heads, V value heads, k = dk and d = dv their
+dims, F = 2*Q*dk + V*dv conv channels (q | k | v), W = conv taps - 1 (window), C tokens of a
+chunk (i, j: two of them).
+
+Per token and value head, with log decay g <= 0 and write strength beta in (0, 1):
+    S <- e^g S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+The chunk form solves the C coupled writes at once (UT transform, arXiv:2406.06484).
+
+State math is float32 whatever the pools' dtype, and its dot products are Precision.HIGHEST:
+TPU's default multiplies float32 in bfloat16, and the recurrence would carry that error along.
+The projections follow the ambient precision. Only values <= 0 are exponentiated.
+
+Both pools are loop-carried and updated in place, one slot of one layer at a time.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..core.batch import Batch, Rows
+from ..core.norm import rms_norm
+
+# Inside the root of the sum of squares, as in Hugging Face transformers 5.24.
+_GDN_L2_EPS = 1e-6
+
+
+class _GdnHeads(NamedTuple):
+    """Local head counts and dims."""
+
+    qk: int
+    v: int
+    dk: int
+    dv: int
+
+
+def gated_delta(
+    h_TD: Array,
+    w: dict[str, Array],
+    conv_pool: Array,
+    state_pool: Array,
+    batch: Batch,
+    rows: Rows,
+    *,
+    pool_layer: Array | int,
+    num_qk_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    conv_kernel: int,
+    norm_eps: float,
+    chunk: int,
+    max_q: int,
+) -> tuple[Array, Array, Array]:
+    """Gated delta rule of every row, from its slot's state (zeros without has_state) and back into it.
+
+    conv_pool [L, slots, W*F] (oldest input first), state_pool [L, slots, V, dk, dv]; pool_layer
+    may be traced. Heads are the local ones. chunk: tokens solved together in the prefill path.
+    max_q: the longest row this bucket may hold; 1 leaves the prefill path out of the program.
+    Returns out [T, D] in h's dtype, partial over tensor parallelism, and the two pools.
+    """
+    heads = _GdnHeads(num_qk_heads, num_v_heads, head_k_dim, head_v_dim)
+    in_TF = jnp.concatenate([_gdn_linear(h_TD, w[name]) for name in ("w_q", "w_k", "w_v")], axis=1)
+    taps_KF = jnp.concatenate([w[name] for name in ("conv_q", "conv_k", "conv_v")]).astype(jnp.float32).T
+    assert taps_KF.shape[0] == conv_kernel, (taps_KF.shape, conv_kernel)
+    beta_TV = lax.logistic(_gdn_linear(h_TD, w["w_b"]).astype(jnp.float32))
+    g_TV = _gdn_log_decay(_gdn_linear(h_TD, w["w_a"]), w["a_log"], w["dt_bias"])
+
+    args = (in_TF, beta_TV, g_TV, taps_KF, batch, rows, pool_layer, heads)
+    o_TVd, conv_pool, state_pool = _gdn_decode(*args, conv_pool, state_pool)
+    if max_q > 1:
+        o_TVd, conv_pool, state_pool = _gdn_prefill(*args, o_TVd, conv_pool, state_pool, chunk=chunk)
+
+    z_TVd = _gdn_linear(h_TD, w["w_z"]).reshape(o_TVd.shape).astype(jnp.float32)
+    normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=False)
+    y_TVd = (normed_TVd.astype(jnp.float32) * z_TVd * lax.logistic(z_TVd)).astype(h_TD.dtype)
+    return _gdn_linear(y_TVd.reshape(h_TD.shape[0], -1), w["w_o"]), conv_pool, state_pool
+
+
+def _gdn_linear(x: Array, w: Array) -> Array:
+    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
+    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _gdn_einsum(subscripts: str, a: Array, b: Array) -> Array:
+    """A float32 contraction of the state math (see the head of the file)."""
+    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _gdn_log_decay(a_TV: Array, a_log_V: Array, dt_bias_V: Array) -> Array:
+    """-exp(a_log) * softplus(a + dt_bias), float32, <= 0."""
+    shifted = a_TV.astype(jnp.float32) + dt_bias_V.astype(jnp.float32)
+    return -jnp.exp(a_log_V.astype(jnp.float32)) * jnp.logaddexp(shifted, 0.0)
+
+
+def _gdn_unit(x: Array) -> Array:
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _GDN_L2_EPS)
+
+
+def _gdn_split(conv_TF: Array, heads: _GdnHeads) -> tuple[Array, Array, Array]:
+    """Convolved inputs -> silu -> unit queries (times dk^-1/2) and keys [T, Q, k], values [T, V, d]."""
+    x_TF = conv_TF * lax.logistic(conv_TF)
+    width = heads.qk * heads.dk
+    q_TQk, k_TQk = (
+        _gdn_unit(x.reshape(-1, heads.qk, heads.dk)) for x in (x_TF[:, :width], x_TF[:, width : 2 * width])
+    )  # fmt: skip
+    return q_TQk * heads.dk**-0.5, k_TQk, x_TF[:, 2 * width :].reshape(-1, heads.v, heads.dv)
+
+
+def _gdn_decode(
+    in_TF: Array,
+    beta_TV: Array,
+    g_TV: Array,
+    taps_KF: Array,
+    batch: Batch,
+    rows: Rows,
+    pool_layer: Array | int,
+    heads: _GdnHeads,
+    conv_pool: Array,
+    state_pool: Array,
+) -> tuple[Array, Array, Array]:
+    """The decode rows (token s belongs to row s); outputs are zeros for other tokens. [T, V, d].
+
+    The small inputs are handled for all rows at once. The states, S times dk*dv*V*4 bytes, go
+    through a loop one row at a time, so that no second copy of them exists.
+    """
+    T, window = in_TF.shape[0], taps_KF.shape[0] - 1
+    S = min(T, batch.slot.shape[0])
+    is_decode_S = (jnp.arange(S) < batch.distribution[0]) & rows.valid[:S]
+    slot_S = jnp.where(is_decode_S, batch.slot[:S], 0)
+    old_SWF = jnp.where(batch.has_state[:S, None], conv_pool[pool_layer, slot_S], 0).reshape(S, window, -1)
+    in_SKF = jnp.concatenate([old_SWF, in_TF[:S, None]], axis=1, dtype=jnp.float32)
+    conv_pool = conv_pool.at[pool_layer, slot_S].set(in_SKF[:, 1:].reshape(S, -1).astype(conv_pool.dtype))
+
+    q_SQk, k_SQk, v_SVd = _gdn_split(jnp.sum(in_SKF * taps_KF, axis=1), heads)
+    q_SVk, k_SVk = (jnp.repeat(x, heads.v // heads.qk, axis=1) for x in (q_SQk, k_SQk))
+
+    def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        o_SVd, state_pool = carry
+        state_Vkd = _gdn_read_state(state_pool, pool_layer, slot_S[s], batch.has_state[s])
+        o_Vd, state_Vkd = _gdn_step(q_SVk[s], k_SVk[s], v_SVd[s], beta_TV[s], g_TV[s], state_Vkd)
+        return o_SVd.at[s].set(o_Vd), _gdn_write_state(state_pool, pool_layer, slot_S[s], state_Vkd)
+
+    o_SVd, state_pool = lax.fori_loop(0, batch.distribution[0], add_row, (jnp.zeros_like(v_SVd), state_pool))
+    return jnp.pad(o_SVd.astype(in_TF.dtype), ((0, T - S), (0, 0), (0, 0))), conv_pool, state_pool
+
+
+def _gdn_read_state(state_pool: Array, layer: Array | int, slot: Array, has_state: Array) -> Array:
+    """One slot's state [V, k, d] in float32; zeros (whatever the slot holds) without has_state."""
+    state = lax.dynamic_slice(state_pool, (layer, slot, 0, 0, 0), (1, 1, *state_pool.shape[2:]))[0, 0]
+    return jnp.where(has_state, state.astype(jnp.float32), 0)
+
+
+def _gdn_write_state(state_pool: Array, layer: Array | int, slot: Array, state_Vkd: Array) -> Array:
+    update = state_Vkd.astype(state_pool.dtype)[None, None]
+    return lax.dynamic_update_slice(state_pool, update, (layer, slot, 0, 0, 0))
+
+
+def _gdn_step(
+    q_Vk: Array, k_Vk: Array, v_Vd: Array, beta_V: Array, g_V: Array, state_Vkd: Array
+) -> tuple[Array, Array]:
+    """One token. Products and sums instead of dots: exact float32, and a matrix unit gains nothing on one vector.
+
+    The output is taken from the old state (o = e^g S^T q + (k.q) u), so that both reductions
+    share one pass over it.
+    """
+    decay_V1 = jnp.exp(g_V)[:, None]
+    read_Vd = decay_V1 * jnp.sum(state_Vkd * k_Vk[:, :, None], axis=1)
+    kept_Vd = decay_V1 * jnp.sum(state_Vkd * q_Vk[:, :, None], axis=1)
+    u_Vd = beta_V[:, None] * (v_Vd - read_Vd)
+    o_Vd = kept_Vd + jnp.sum(k_Vk * q_Vk, axis=1, keepdims=True) * u_Vd
+    return o_Vd, decay_V1[:, :, None] * state_Vkd + k_Vk[:, :, None] * u_Vd[:, None, :]
+
+
+def _gdn_prefill(
+    in_TF: Array,
+    beta_TV: Array,
+    g_TV: Array,
+    taps_KF: Array,
+    batch: Batch,
+    rows: Rows,
+    pool_layer: Array | int,
+    heads: _GdnHeads,
+    o_TVd: Array,
+    conv_pool: Array,
+    state_pool: Array,
+    *,
+    chunk: int,
+) -> tuple[Array, Array, Array]:
+    """The prefill rows' tokens into o_TVd; chunks start at row starts, work items run in a loop.
+
+    All trip counts are dynamic. Within a row the state stays float32 from chunk to chunk; it
+    takes the pool's dtype at the end of the row.
+    """
+    T, window = in_TF.shape[0], taps_KF.shape[0] - 1
+    # `chunk` tokens of padding: the last chunk of the last row is then sliced whole.
+    in_TF, beta_TV, g_TV, o_TVd = (
+        jnp.pad(x, ((0, chunk),) + ((0, 0),) * (x.ndim - 1)) for x in (in_TF, beta_TV, g_TV, o_TVd)
+    )  # fmt: skip
+
+    def add_row(s: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        o_TVd, conv_pool, state_pool = carry
+        slot, has_state, q_len = batch.slot[s], batch.has_state[s], rows.q_len[s]
+        old = lax.dynamic_slice(conv_pool, (pool_layer, slot, 0), (1, 1, conv_pool.shape[2]))
+        old_WF = jnp.where(has_state, old.astype(jnp.float32), 0).reshape(window, -1)
+
+        def add_chunk(c: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            o_TVd, old_WF, state_Vkd = carry
+            first = batch.cu_q[s] + c * chunk
+            in_CF, beta_CV, g_CV, o_CVd = (
+                lax.dynamic_slice_in_dim(x, first, chunk) for x in (in_TF, beta_TV, g_TV, o_TVd)
+            )  # fmt: skip
+            num_valid = jnp.minimum(q_len - c * chunk, chunk)
+            valid_C = jnp.arange(chunk) < num_valid
+            new_CVd, old_WF, state_Vkd = _gdn_chunk(
+                in_CF, beta_CV, g_CV, num_valid, old_WF, state_Vkd, taps_KF=taps_KF, heads=heads
+            )  # fmt: skip
+            o_CVd = jnp.where(valid_C[:, None, None], new_CVd.astype(o_CVd.dtype), o_CVd)
+            return lax.dynamic_update_slice_in_dim(o_TVd, o_CVd, first, 0), old_WF, state_Vkd
+
+        state_Vkd = _gdn_read_state(state_pool, pool_layer, slot, has_state)
+        o_TVd, old_WF, state_Vkd = lax.fori_loop(
+            0, (q_len + chunk - 1) // chunk, add_chunk, (o_TVd, old_WF, state_Vkd)
+        )  # fmt: skip
+        conv_pool = lax.dynamic_update_slice(
+            conv_pool, old_WF.reshape(1, 1, -1).astype(conv_pool.dtype), (pool_layer, slot, 0)
+        )  # fmt: skip
+        return o_TVd, conv_pool, _gdn_write_state(state_pool, pool_layer, slot, state_Vkd)
+
+    o_TVd, conv_pool, state_pool = lax.fori_loop(
+        batch.distribution[0], batch.distribution[1], add_row, (o_TVd, conv_pool, state_pool)
+    )  # fmt: skip
+    return o_TVd[:T], conv_pool, state_pool
+
+
+def _gdn_chunk(
+    in_CF: Array,
+    beta_CV: Array,
+    g_CV: Array,
+    num_valid: Array,
+    old_WF: Array,
+    state_Vkd: Array,
+    *,
+    taps_KF: Array,
+    heads: _GdnHeads,
+) -> tuple[Array, Array, Array]:
+    """Convolve and fold in one chunk of a row, whose first num_valid tokens are the row's.
+
+    old_WF: the row's last inputs before the chunk. Returns outputs [C, V, d] (anything for
+    tokens past num_valid), the next old_WF and the next state; float32.
+    """
+    C, (num_taps, F) = in_CF.shape[0], taps_KF.shape
+    valid_C1 = (jnp.arange(C) < num_valid)[:, None]
+    # Other rows' tokens are cleared, not only weighted by 0: they may hold NaN.
+    in_XF = jnp.concatenate([old_WF, jnp.where(valid_C1, in_CF, 0)], axis=0, dtype=jnp.float32)
+    conv_CF = sum((in_XF[tap : tap + C] * taps_KF[tap] for tap in range(num_taps)), jnp.zeros((C, F), jnp.float32))
+    old_WF = lax.dynamic_slice_in_dim(in_XF, num_valid, num_taps - 1)
+    q_QCk, k_QCk, v_VCd = (x.swapaxes(0, 1) for x in _gdn_split(conv_CF, heads))
+    # With beta = 0 and g = 0 a token leaves the state as it is.
+    beta_VC, g_VC = (jnp.where(valid_C1, x, 0).T for x in (beta_CV, g_CV))
+    o_VCd, state_Vkd = _gdn_solve(q_QCk, k_QCk, v_VCd, beta_VC, g_VC, state_Vkd)
+    return o_VCd.swapaxes(0, 1), old_WF, state_Vkd
+
+
+def _gdn_solve(
+    q_QCk: Array, k_QCk: Array, v_VCd: Array, beta_VC: Array, g_VC: Array, state_Vkd: Array
+) -> tuple[Array, Array]:
+    """The delta rule over C tokens at once: outputs [V, C, d] and the state after them.
+
+    Writing u_i for token i's write, the recurrence reads (G: running sum of g)
+        u_i + beta_i sum_{j<i} e^(G_i - G_j) (k_i.k_j) u_j = beta_i (v_i - e^(G_i) S^T k_i),
+    a unit lower triangular system in u.
+    """
+    group, C = v_VCd.shape[0] // q_QCk.shape[0], q_QCk.shape[1]
+    q_VCk, k_VCk = jnp.repeat(q_QCk, group, axis=0), jnp.repeat(k_QCk, group, axis=0)
+    kk_Vij = jnp.repeat(_gdn_einsum("qik,qjk->qij", k_QCk, k_QCk), group, axis=0)
+    qk_Vij = jnp.repeat(_gdn_einsum("qik,qjk->qij", q_QCk, k_QCk), group, axis=0)
+    sum_VC = jnp.cumsum(g_VC, axis=1)
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None]
+    decay_Vij = jnp.exp(jnp.where(i >= j, sum_VC[:, :, None] - sum_VC[:, None, :], -jnp.inf))
+    decay_VC1, beta_VC1 = jnp.exp(sum_VC)[..., None], beta_VC[..., None]
+
+    inverse_Vij = _gdn_invert(jnp.where(i > j, beta_VC1 * kk_Vij * decay_Vij, 0))
+    rest_VCd = beta_VC1 * (v_VCd - decay_VC1 * _gdn_einsum("vck,vkd->vcd", k_VCk, state_Vkd))
+    u_VCd = _gdn_einsum("vij,vjd->vid", inverse_Vij, rest_VCd)
+    o_VCd = decay_VC1 * _gdn_einsum("vck,vkd->vcd", q_VCk, state_Vkd)
+    o_VCd = o_VCd + _gdn_einsum("vij,vjd->vid", qk_Vij * decay_Vij, u_VCd)
+    end_V1 = sum_VC[:, -1:]
+    late_u_VCd = jnp.exp(end_V1 - sum_VC)[..., None] * u_VCd
+    state_Vkd = jnp.exp(end_V1)[..., None] * state_Vkd + _gdn_einsum("vck,vcd->vkd", k_VCk, late_u_VCd)
+    return o_VCd, state_Vkd
+
+
+def _gdn_invert(lower_Vij: Array) -> Array:
+    """(I + lower)^-1 for strictly lower triangular matrices, by doubling blocks on the diagonal.
+
+    With X the inverse of the diagonal blocks of one size and E the blocks that join two
+    neighbours, the inverse at twice the size is X - X E X. Unlike the power series
+    I - A + A^2 - ... it stays accurate when keys repeat and powers of A grow like binomials.
+    """
+    C = lower_Vij.shape[-1]
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None]
+    inverse = jnp.eye(C) - jnp.where((i % 2 == 1) & (j == i - 1), lower_Vij, 0)
+    size = 2
+    while size < C:
+        joins = (i // size % 2 == 1) & (j // size == i // size - 1)
+        step = _gdn_einsum("vij,vjk->vik", inverse, jnp.where(joins, lower_Vij, 0))
+        inverse = inverse - _gdn_einsum("vij,vjk->vik", step, inverse)
+        size *= 2
+    return inverse
+
+
+__all__ = ["gated_delta"]

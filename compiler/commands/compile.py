@@ -1,0 +1,80 @@
+"""Write the program of a model on a target for a workload: readable JAX, its plan and its weights table.
+
+The default folder is generated/<model>/<target>/<workload>. With --check nothing is written:
+exit code 1 when the folder differs from what would be written. `moec compile --check` without
+a MODEL checks every program under generated/ (or -o DIR)."""
+
+import argparse
+from pathlib import Path
+
+from ..emit.emit import check, emit, program_dir, write_files
+from ..emit.standalone import standalone_files
+from ..plan.choose import make_plan
+from .common import add_target, add_words, add_workload, fail, log, one_name, program_folder, required
+from .programs import load_request, read_plan, same_request
+
+USAGE = "moec compile MODEL --target TARGET [--workload NAME] [-o DIR] [--standalone] [--check] [key=value ...]"
+EPILOG = """\
+examples:
+  moec compile my_model.yaml --target tpu7x-8 --workload NAME
+  moec compile my_model.yaml --target cpu:8 -o /tmp/program --standalone
+  moec compile --check
+"""
+GENERATED = Path("generated")
+EXIT_DRIFT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_words(parser, "a model name or file, and overrides")
+    add_target(parser)
+    add_workload(parser)
+    parser.add_argument("-o", "--out", metavar="DIR", type=Path, help="folder to write instead of the default")
+    parser.add_argument("--standalone", action="store_true", help="splice the used blocks in: needs only jax and numpy")
+    parser.add_argument("--check", action="store_true", help="write nothing, report what differs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Emit, or look for drift."""
+    if args.check and args.standalone:
+        fail("--check and --standalone do not go together", "standalone output is a copy: write it anew")
+    if args.check and not args.words:
+        return _check_all(args.out or GENERATED)
+    model, overrides = one_name(args.words)
+    request = load_request(model, required(args.target, "--target"), args.workload, overrides)
+    plan = make_plan(request)
+    folder = args.out or program_dir(GENERATED, plan)
+    if args.check:
+        return _report(check(request.graph, plan, folder), f"{folder}: no drift")
+    _refuse_foreign(folder)
+    if args.standalone:
+        written = write_files(standalone_files(request.graph, plan), folder)
+    else:
+        written = emit(request.graph, plan, folder)
+    for path in written:
+        log(f"wrote {path}")
+    print(folder)
+    return 0
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Emitting replaces the whole folder: it must be ours, empty or absent."""
+    if folder.is_dir() and any(folder.iterdir()) and program_folder(folder) is None:
+        fail(f"{folder} holds something that is no emitted program", "name an empty or absent folder with -o DIR")
+
+
+def _check_all(root: Path) -> int:
+    """Plan every committed program again from the inputs in its plan.json and compare."""
+    plans = sorted(root.rglob("plan.json"))
+    if not plans:
+        fail(f"no emitted program under {root}", "moec compile MODEL --target TARGET writes one")
+    drift: list[str] = []
+    for path in plans:
+        request = same_request(read_plan(path.parent))
+        drift += check(request.graph, make_plan(request), path.parent)
+    return _report(drift, f"{root}: no drift in {len(plans)} programs")
+
+
+def _report(drift: list[str], good: str) -> int:
+    for line in drift or [good]:
+        print(line)
+    return EXIT_DRIFT if drift else 0

@@ -1,0 +1,39 @@
+"""Choose mesh, placement, dtypes, kernels and buckets for a model on a target, and say why.
+
+Prints the chosen plan, its memory and its estimates, and every rejected candidate with the
+reason. Estimates are computed from published numbers, never measured."""
+
+import argparse
+
+from rich.console import Console
+
+from ..plan.choose import make_plan
+from ..plan.report import render_plan
+from .common import add_json, add_target, add_words, add_workload, one_name, required
+from .programs import load_request
+
+USAGE = "moec plan MODEL --target TARGET --workload NAME [--json] [key=value ...]"
+EPILOG = """\
+examples:
+  moec plan my_model.yaml --target tpu7x-8 --workload NAME
+  moec plan my_model.yaml --target tpu7x-8 --workload NAME plan.dtypes.kv=bfloat16 workload.concurrency=256
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_words(parser, "a model name or file, and overrides")
+    add_target(parser)
+    add_workload(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print."""
+    model, overrides = one_name(args.words)
+    target = required(args.target, "--target")
+    plan = make_plan(load_request(model, target, args.workload, overrides))
+    if args.json:
+        print(plan.model_dump_json(indent=1))
+    else:
+        render_plan(plan, Console())
+    return 0

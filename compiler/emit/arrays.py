@@ -1,0 +1,179 @@
+"""Program arrays from the graph and the plan: stacked shapes, dtypes, logical axes, checkpoint sources.
+
+The graph knows one layer's logical weights; the program stacks them over the repeats of a
+group (scan inputs) or over all layers of a block (expert stacks), in the plan's dtypes, with
+key/value heads repeated where the tensor-parallel degree exceeds their number.
+"""
+
+import math
+from dataclasses import dataclass
+
+from moec.blocks.core.array_info import FP8_BLOCK, ArrayInfo, Op, Source
+from moec.blocks.core.declare import AXIS_ROLES, HeadCut, PagedState, SlotState, Weight
+from moec.blocks.registry import BLOCKS
+
+from ..graph.build import sources
+from ..graph.ir import BlockInst, Graph
+from ..plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One pool: key in the state tree, and its shape without the page or slot count.
+
+    layers: number of layers of the block. paged: pages (tokens) or slots (sequences).
+    inner: dims of one token's or sequence's entry (global); axes: their logical axes.
+    """
+
+    key: str
+    block: str
+    layers: int
+    paged: bool
+    inner: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Bytes of one token (paged) or one sequence (slot) over all layers, all devices of a rank."""
+        return self.layers * math.prod(self.inner) * dtype_bytes(self.dtype)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    sizes = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4}
+    return sizes[dtype]
+
+
+def role_dtype(role: str, plan: Plan) -> str:
+    """The plan's dtype for a weight role; decay parameters stay float32 (the gate math is float32)."""
+    return {"expert": plan.dtypes.expert, "decay": "float32"}.get(role, plan.dtypes.weight)
+
+
+def kv_copies(axis: str | None, cuts: tuple[HeadCut, ...], plan: Plan) -> tuple[int, int]:
+    """(copies of each head, number of heads) of an axis that may be replicated; (1, 1) when it is not."""
+    for cut in cuts:
+        if cut.axis == axis and cut.replicate and AXIS_ROLES[cut.axis] == "attention_tp" and plan.mesh.tp > cut.size:
+            return plan.mesh.tp // cut.size, cut.size
+    return 1, 1
+
+
+def block_layers(graph: Graph, name: str) -> tuple[int, ...]:
+    """Absolute indices of the layers that use a block."""
+    return tuple(i for i, layer in graph.layers() if name in (layer.mixer.name, layer.ffn.name))
+
+
+def dense_arrays(graph: Graph, inst: BlockInst, plan: Plan, layers: tuple[int, ...]) -> dict[str, ArrayInfo]:
+    """A block's scanned weights for the given layers: leading dim = layers."""
+    declared = BLOCKS[inst.kind]().weights(inst.fields, graph.dims)
+    return {key: _stacked(graph, inst, key, w, plan, layers) for key, w in declared.items() if not w.stacked}
+
+
+def expert_arrays(graph: Graph, inst: BlockInst, plan: Plan) -> dict[str, ArrayInfo]:
+    """A block's loop-invariant stacks over all its layers, with block scales when they are float8."""
+    declared = BLOCKS[inst.kind]().weights(inst.fields, graph.dims)
+    layers = block_layers(graph, inst.name)
+    found = {}
+    for key, weight in declared.items():
+        if not weight.stacked:
+            continue
+        found[key] = _stacked(graph, inst, key, weight, plan, layers)
+        if found[key].dtype == "float8_e4m3fn":
+            found[f"{key}_scale"] = _scales(found[key], key)
+    return found
+
+
+def _stacked(
+    graph: Graph, inst: BlockInst, key: str, weight: Weight, plan: Plan, layers: tuple[int, ...]
+) -> ArrayInfo:
+    shape, ops = list(weight.shape), ()
+    for dim, axis in enumerate(weight.axes):
+        copies, heads = kv_copies(axis, BLOCKS[inst.kind]().cuts(inst.fields), plan)
+        if copies > 1:
+            ops = (*ops, ("repeat", dim - len(shape), shape[dim] // heads, copies))
+            shape[dim] *= copies
+    return ArrayInfo(
+        shape=(len(layers), *shape),
+        dtype=role_dtype(weight.role, plan),
+        axes=(None, *weight.axes),
+        sources=_with_ops(sources(graph, f"{inst.name}.{key}"), ops),
+        layers=layers,
+        init=weight.init,
+    )
+
+
+def _with_ops(found: tuple[Source, ...], ops: tuple[Op, ...]) -> tuple[Source, ...]:
+    return tuple(Source(source.tensor, (*source.ops, *ops)) for source in found)
+
+
+def _scales(info: ArrayInfo, key: str) -> ArrayInfo:
+    rows, cols = (-(-size // FP8_BLOCK) for size in info.shape[-2:])
+    return ArrayInfo((*info.shape[:-2], rows, cols), "float32", info.axes, layers=info.layers, scale_of=key)
+
+
+def top_arrays(graph: Graph, plan: Plan) -> dict[str, ArrayInfo]:
+    """Embedding, final norm and head, by checkpoint key."""
+    hidden, vocab, dtype = graph.dims.hidden_size, graph.dims.vocab_size, plan.dtypes.weight
+
+    def info(key: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ArrayInfo:
+        return ArrayInfo(shape, dtype, axes, sources(graph, key), init=init)
+
+    found = {
+        "embed.table": info("embed.table", (vocab, hidden), ("embed_vocab", None)),
+        "final_norm": info("final_norm", (hidden,), (None,), "gain"),
+    }
+    if not graph.tied_head:
+        found["head.w"] = info("head.w", (hidden, vocab), (None, "head_vocab"))
+    return found
+
+
+def norm_array(graph: Graph, slot: str, plan: Plan, layers: tuple[int, ...]) -> ArrayInfo:
+    """Gains of one residual slot's norm ("mixer_norm" or "ffn_norm") over the given layers."""
+    hidden = graph.dims.hidden_size
+    found = sources(graph, f"layer.{slot}")
+    return ArrayInfo((len(layers), hidden), plan.dtypes.weight, (None, None), found, layers, "gain")
+
+
+def state_arrays(graph: Graph, plan: Plan) -> tuple[StateArray, ...]:
+    """Every pool of the model, in order of the blocks."""
+    found = []
+    for inst in graph.blocks().values():
+        cuts = BLOCKS[inst.kind]().cuts(inst.fields)
+        for state in BLOCKS[inst.kind]().state(inst.fields, graph.dims):
+            found.append(_state_array(graph, inst, state, cuts, plan))
+    return tuple(found)
+
+
+def _state_array(
+    graph: Graph, inst: BlockInst, state: PagedState | SlotState, cuts: tuple[HeadCut, ...], plan: Plan
+) -> StateArray:
+    name = "kv" if isinstance(state, PagedState) else state.name
+    inner = tuple(
+        size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(state.shape, state.axes, strict=True)
+    )
+    dtype = {"kv": plan.dtypes.kv, "state": plan.dtypes.state, "conv": plan.dtypes.conv}[state.role]
+    return StateArray(
+        key=f"{inst.name}.{name}",
+        block=inst.name,
+        layers=len(block_layers(graph, inst.name)),
+        paged=isinstance(state, PagedState),
+        inner=inner,
+        axes=state.axes,
+        dtype=dtype,
+    )
+
+
+def mesh_rules(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Logical axis -> mesh axes. Vocabulary is cut tensor-major, so that the head can gather over tp last."""
+    mesh = plan.mesh
+    everything = mesh.attention_tp + mesh.attention_dp
+    roles = {
+        "attention_dp": mesh.attention_dp,
+        "attention_tp": mesh.attention_tp,
+        "expert_ep": mesh.expert_ep,
+        "expert_tp": mesh.expert_tp,
+        "shared": tuple(name for name, _ in mesh.axes) if plan.shared_expert == "sharded" else (),
+        "embed": everything if plan.embed == "sharded" else (),
+        "head": everything if plan.head == "sharded" else (),
+    }
+    return {axis: roles[role] for axis, role in AXIS_ROLES.items()}

@@ -1,0 +1,68 @@
+"""The files of an emitted program: model.py, weights.py, serve.py, plan.json, README.md."""
+
+import hashlib
+from pathlib import Path
+
+from ..graph.ir import Graph
+from ..plan.plan import Plan
+from ..plan.report import plan_markdown
+from .arrays import state_arrays
+from .render import render, render_python
+from .view import identifier, page_bytes, slot_bytes, view
+from .view import text as python_text
+from .weights_view import weights_view
+
+
+def program_dir(root: Path, plan: Plan) -> Path:
+    """generated/<model>/<target>/<workload>, in importable slugs."""
+    return root / identifier(plan.model) / identifier(plan.target) / identifier(plan.workload)
+
+
+def plan_digest(plan: Plan) -> str:
+    """sha256 of plan.json, shortened."""
+    return hashlib.sha256(plan_json(plan).encode()).hexdigest()[:16]
+
+
+def plan_json(plan: Plan) -> str:
+    """plan.json as written."""
+    return plan.model_dump_json(indent=1) + "\n"
+
+
+def regenerate_command(plan: Plan) -> str:
+    """The command line that writes this program again."""
+    words = ["moec", "compile", plan.model, "--target", plan.target, "--workload", plan.workload, *plan.overrides]
+    return " ".join(words)
+
+
+def header(plan: Plan) -> tuple[str, ...]:
+    """First lines of every emitted file: where it came from and how to make it again."""
+    digests = ", ".join(f"{name} {value}" for name, value in plan.digests.items())
+    return (
+        f"Emitted by moec; do not edit. Regenerate: {regenerate_command(plan)}",
+        f"Digests: {digests}, plan {plan_digest(plan)}",
+    )
+
+
+def program_files(graph: Graph, plan: Plan) -> dict[str, str]:
+    """File name -> text of the emitted package."""
+    v = view(graph, plan, header(plan))
+    pools = state_arrays(graph, plan)
+    calls = {b.name: render(f"{b.kind}/call.j2", **b.fields).rstrip("\n") for b in v.blocks}
+    model = render_python(
+        "model.py.j2",
+        v=v,
+        name=graph.name,
+        calls=calls,
+        plan_digest=plan_digest(plan),
+        page_bytes=page_bytes(pools, plan),
+        slot_bytes=slot_bytes(pools),
+        compile_options=python_text(plan.compile_options),
+    )
+    return {
+        "__init__.py": f'"""{graph.name} on {plan.target}, emitted by moec."""\n',
+        "model.py": model,
+        "weights.py": render_python("weights.py.j2", v=weights_view(graph, plan, header(plan))),
+        "serve.py": render_python("serve.py.j2", header=header(plan), name=graph.name),
+        "plan.json": plan_json(plan),
+        "README.md": plan_markdown(plan),
+    }

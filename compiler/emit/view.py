@@ -1,0 +1,403 @@
+"""The typed view the templates place: every name, number and line of the emitted program is computed here."""
+
+import re
+from dataclasses import dataclass
+
+from moec.blocks.core.declare import NormFields
+from moec.blocks.core.emission import Constant, Emission, Site
+from moec.blocks.registry import BLOCKS, EMITTERS
+
+from ..graph.ir import BlockInst, Graph, Group, Layer
+from ..plan.plan import Plan
+from .arrays import StateArray, block_layers, mesh_rules, state_arrays
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """One emitted block function: norm, call, residual add.
+
+    params, returns: what the function takes and gives back beside x_TD.
+    setup, teardown: lines that unpack the pools it updates and pack them again.
+    """
+
+    name: str
+    kind: str
+    slot: str
+    doc: str
+    params: str
+    returns: str
+    setup: tuple[str, ...]
+    norm: str
+    fields: dict
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One emitted function per distinct layer kind: its two block calls."""
+
+    name: str
+    doc: str
+    params: str
+    returns: str
+    calls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One layer of a group's scan body."""
+
+    call: str
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """One scanned group."""
+
+    name: str
+    doc: str
+    repeat: int
+    steps: tuple[StepView, ...]
+    new_kv: tuple[tuple[str, str], ...]  # pool key, expression that stacks the body's new rows
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """One state array of the emitted `state` function."""
+
+    key: str
+    shape: str
+    axes: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ProgramView:
+    """Everything model.py.j2 places."""
+
+    header: tuple[str, ...]
+    title: str
+    imports: tuple[tuple[str, str], ...]
+    constants: tuple[Constant, ...]
+    rules: tuple[tuple[str, str], ...]
+    blocks: tuple[BlockView, ...]
+    layers: tuple[LayerView, ...]
+    groups: tuple[GroupView, ...]
+    pools: tuple[PoolView, ...]
+    slot_keys: tuple[str, ...]
+    kv_writes: tuple[tuple[str, str], ...]
+    final_norm: str
+    embed: str
+    head: str
+    buckets: tuple[tuple[str, str], ...]
+
+
+def identifier(name: str) -> str:
+    """An importable slug: every run of other characters becomes one underscore."""
+    return re.sub(r"\W+", "_", name)
+
+
+def text(value: object) -> str:
+    """A value as Python text with double quotes, as formatters write it."""
+    return repr(value).replace("'", '"')
+
+
+def norm_call(norm: NormFields, x: str, gain: str) -> str:
+    """The call that norms x."""
+    return f"rms_norm({x}, {gain}, eps={norm.eps!r}, zero_centered={norm.zero_centered})"
+
+
+def view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> ProgramView:
+    """Compute the whole view of one program."""
+    pools = state_arrays(graph, plan)
+    emissions = {inst.name: emission(inst, graph, plan) for inst in graph.blocks().values()}
+    blocks = tuple(_block(inst, graph, plan, emissions[inst.name], pools) for inst in graph.blocks().values())
+    return ProgramView(
+        header=header,
+        title=_title(graph, plan),
+        imports=_imports(plan, emissions, pools),
+        constants=_constants(graph, plan, emissions),
+        rules=tuple((axis, text(axes)) for axis, axes in mesh_rules(plan).items()),
+        blocks=blocks,
+        layers=tuple(_layer(layer, graph, pools) for layer in _distinct_layers(graph)),
+        groups=tuple(_group(i, group, graph, pools) for i, group in enumerate(graph.groups)),
+        pools=tuple(_pool(pool) for pool in pools),
+        slot_keys=tuple(p.key for p in pools if not p.paged),
+        kv_writes=_kv_writes(graph, pools),
+        final_norm=norm_call(graph.final_norm, "x_TD", 'w["final_norm"]'),
+        embed=_embed(plan),
+        head=_head(graph, plan),
+        buckets=tuple((b.name, _bucket(b)) for b in plan.buckets),
+    )
+
+
+def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
+    """What the block itself wants written, given its site in the plan."""
+    variants = {v.name: v for v in BLOCKS[inst.kind]().VARIANTS}
+    mesh = plan.mesh
+    prefix = f"{inst.name}."
+    site = Site(
+        name=inst.name,
+        module=variants[plan.variants[inst.name]].module,
+        dims=graph.dims,
+        dp=mesh.dp,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        etp=mesh.etp,
+        shared_sharded=plan.shared_expert == "sharded",
+        scaled=plan.dtypes.expert == "float8_e4m3fn",
+        tuning=_tuning({k[len(prefix) :]: v for k, v in plan.tuning.items() if k.startswith(prefix)}),
+    )
+    found = EMITTERS[inst.kind]().emit(inst.fields, site)
+    layers = Constant(f"{site.prefix}_LAYERS", str(len(block_layers(graph, inst.name))), f"layers with {inst.name}")
+    return Emission(found.imports, (layers, *found.constants), found.doc, found.fields)
+
+
+def _tuning(flat: dict[str, int]) -> dict[str, object]:
+    """{"chunk": 64, "block_rows.decode": 8} -> {"chunk": 64, "block_rows": {"decode": 8}}."""
+    nested: dict[str, object] = {}
+    for key, value in flat.items():
+        name, _, bucket = key.partition(".")
+        if bucket:
+            nested[name] = {**dict(nested.get(name, {})), bucket: value}  # type: ignore[call-overload]
+        else:
+            nested[name] = value
+    return nested
+
+
+def _title(graph: Graph, plan: Plan) -> str:
+    mesh = plan.mesh
+    attention = f"DP{mesh.dp}" if mesh.tp == 1 else f"DP{mesh.dp} x TP{mesh.tp}" if mesh.dp > 1 else f"TP{mesh.tp}"
+    experts = f"EP{mesh.ep}" if mesh.etp == 1 else f"EP{mesh.ep} x TP{mesh.etp}"
+    return f"{graph.name} on {plan.target}: {graph.num_layers} layers, attention {attention}, experts {experts}."
+
+
+def _imports(plan: Plan, emissions: dict[str, Emission], pools: tuple[StateArray, ...]) -> tuple[tuple[str, str], ...]:
+    """(module, names) pairs, sorted, one line per module."""
+    core = "moec.blocks.core"
+    pairs = {
+        (f"{core}.array_info", "ArrayInfo"),
+        (f"{core}.norm", "rms_norm"),
+        ("moec.blocks.embed.xla", "lookup_sharded" if plan.embed == "sharded" else "lookup"),
+        ("moec.blocks.head.xla", "logits_sharded" if plan.head == "sharded" else "logits"),
+        ("moec.blocks.sampling.xla", "sample"),
+        *((f"{core}.batch", name) for name in ("Bucket", "index_rows", "local", "ranked")),
+        *([(f"{core}.batch", "stack_layers")] if any(p.paged for p in pools) else []),
+        *((f"{core}.program", name) for name in ("batch_info", "jit_step", "make_mesh", "partition_specs")),
+        *(pair for emitted in emissions.values() for pair in emitted.imports),
+    }
+    modules = sorted({module for module, _ in pairs})
+    return tuple((m, ", ".join(sorted((n for mod, n in pairs if mod == m), key=_import_order))) for m in modules)
+
+
+def _import_order(name: str) -> tuple[bool, str]:
+    return name[0].islower(), name.lower()
+
+
+def _constants(graph: Graph, plan: Plan, emissions: dict[str, Emission]) -> tuple[Constant, ...]:
+    mesh, dims = plan.mesh, graph.dims
+    axes = "{" + ", ".join(f'"{name}": {size}' for name, size in mesh.axes) + "}"
+    head = [
+        Constant("MESH_AXES", axes, f"{mesh.num_devices} devices"),
+        Constant("DATA", text(mesh.attention_dp), "attention data parallel: each rank has its own sequences"),
+        Constant("TENSOR", text(mesh.attention_tp), "attention tensor parallel: heads are cut"),
+        Constant("EXPERT", text(mesh.expert_ep), "expert parallel: each device has its own experts"),
+        Constant("NUM_RANKS", str(mesh.dp), "attention data-parallel ranks"),
+        Constant("HIDDEN", str(dims.hidden_size), "width of the residual stream"),
+        Constant("VOCAB", str(dims.vocab_size), "token ids"),
+        Constant("NUM_LAYERS", str(graph.num_layers), " + ".join(group_doc(g) for g in graph.groups)),
+        Constant("ACTIVATION", f'"{plan.dtypes.activation}"', "dtype of the residual stream"),
+        Constant("MATMUL_PRECISION", f'"{plan.matmul_precision}"', "of matrix products while tracing"),
+        Constant("PAGE_SIZE", str(plan.page_size), "tokens per KV page"),
+        Constant("MAX_CONTEXT", str(plan.max_context), "tokens per sequence"),
+        Constant("NUM_PAGES", str(plan.pages_per_rank), "KV pages per rank the plan budgets, page 0 is the sink"),
+        Constant("NUM_SLOTS", str(plan.slots_per_rank), "sequences per rank the plan budgets, slot 0 is the sink"),
+    ]
+    return (*head, *(c for emitted in emissions.values() for c in emitted.constants))
+
+
+def group_doc(group: Group) -> str:
+    """15 x [gdn_moe, gdn_moe, gdn_moe, gqa_moe]."""
+    return f"{group.repeat} x [{', '.join(layer.kind for layer in group.layers)}]"
+
+
+def _own_pools(inst: BlockInst, pools: tuple[StateArray, ...], paged: bool) -> tuple[StateArray, ...]:
+    return tuple(p for p in pools if p.block == inst.name and p.paged == paged)
+
+
+def _has_stack(inst: BlockInst, graph: Graph) -> bool:
+    return any(w.stacked for w in BLOCKS[inst.kind]().weights(inst.fields, graph.dims).values())
+
+
+def _block(
+    inst: BlockInst, graph: Graph, plan: Plan, emitted: Emission, pools: tuple[StateArray, ...]
+) -> BlockView:
+    layer, slot = next(
+        (layer, slot)
+        for _, layer in graph.layers()
+        for slot in ("mixer", "ffn")
+        if getattr(layer, slot).name == inst.name
+    )
+    slots, paged = _own_pools(inst, pools, False), _own_pools(inst, pools, True)
+    packed = ", ".join(f'"{p.key}": {_local_name(p)}' for p in slots)
+    returns = ["x_TD + y_TD"] + (["pools | {" + packed + "}"] if slots else []) + (["new_kv_TC"] if paged else [])
+    return BlockView(
+        name=inst.name,
+        kind=inst.kind,
+        slot=slot,
+        doc=emitted.doc,
+        params=", ".join(_params(inst, graph, pools, ("x_TD", "w"), "stack", "layer")),
+        returns=", ".join(returns),
+        setup=tuple(f'{_local_name(p)} = pools["{p.key}"]' for p in slots),
+        norm=norm_call(getattr(layer, f"{slot}_norm"), "x_TD", f'w["{slot}_norm"]'),
+        fields=emitted.fields,
+    )
+
+
+def _local_name(pool: StateArray) -> str:
+    return f"{pool.key.rpartition('.')[2]}_pool"
+
+
+def _params(
+    inst: BlockInst, graph: Graph, pools: tuple[StateArray, ...], first: tuple[str, ...], stack: str, layer: str
+) -> list[str]:
+    """What a block function takes, in order; the same list is used for definition and call."""
+    slots, paged = _own_pools(inst, pools, False), _own_pools(inst, pools, True)
+    args = list(first)
+    if slots:
+        args.append("pools")
+    if paged:
+        args.append("kv_pool" if stack == "stack" else f'kv["{paged[0].key}"]')
+    if _has_stack(inst, graph):
+        args.append(stack)
+    if slots or paged:
+        args.append("batch")
+    return [*args, "rows", layer, "bucket"]
+
+
+def _distinct_layers(graph: Graph) -> tuple[Layer, ...]:
+    found: dict[str, Layer] = {}
+    for _, layer in graph.layers():
+        found.setdefault(layer.kind, layer)
+    return tuple(found.values())
+
+
+def _layer(layer: Layer, graph: Graph, pools: tuple[StateArray, ...]) -> LayerView:
+    calls, returns = [], ["x_TD"]
+    for inst in (layer.mixer, layer.ffn):
+        args = _params(inst, graph, pools, ("x_TD", "w"), f'stacks["{inst.name}"]', f"{inst.name}_layer")
+        outs = ["x_TD"]
+        outs += ["pools"] if _own_pools(inst, pools, False) else []
+        outs += ["new_kv_TC"] if _own_pools(inst, pools, True) else []
+        calls.append(f"{', '.join(outs)} = {inst.name}({', '.join(args)})")
+        returns += outs[1:]
+    params = _layer_params(layer, graph, pools, [f"{inst.name}_layer" for inst in (layer.mixer, layer.ffn)])
+    return LayerView(
+        name=layer.kind,
+        doc=f"{layer.mixer.name}, then {layer.ffn.name}; each adds to the residual stream after its norm.",
+        params=", ".join(["x_TD", "w", *params]),
+        returns=", ".join(dict.fromkeys(returns)),
+        calls=tuple(calls),
+    )
+
+
+def _layer_params(layer: Layer, graph: Graph, pools: tuple[StateArray, ...], ordinals: list[str]) -> list[str]:
+    """What a layer function takes after x_TD and w: only what its blocks use."""
+    insts = (layer.mixer, layer.ffn)
+    owned = [pool for inst in insts for pool in pools if pool.block == inst.name]
+    used = ["pools"] if any(not pool.paged for pool in owned) else []
+    used += ["kv"] if any(pool.paged for pool in owned) else []
+    used += ["stacks"] if any(_has_stack(inst, graph) for inst in insts) else []
+    used += ["batch"] if owned else []
+    return [*used, "rows", *ordinals, "bucket"]
+
+
+def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]) -> GroupView:
+    steps, new_kv = [], {}
+    for position, layer in enumerate(group.layers):
+        outs = ["x_TD"]
+        for inst in (layer.mixer, layer.ffn):
+            if _own_pools(inst, pools, False):
+                outs.append("pools")
+            for pool in _own_pools(inst, pools, True):
+                rows = f"{inst.name}_kv{position}"
+                outs.append(rows)
+                new_kv.setdefault(pool.key, []).append(rows)
+        ordinals = [_ordinal(inst, group, position, graph) for inst in (layer.mixer, layer.ffn)]
+        args = ["x_TD", f'w["layer{position}"]', *_layer_params(layer, graph, pools, ordinals)]
+        steps.append(StepView(f"{', '.join(dict.fromkeys(outs))} = {layer.kind}({', '.join(args)})"))
+    first, last = group.first_layer, group.first_layer + group.repeat * len(group.layers) - 1
+    return GroupView(
+        name=f"group{index}",
+        doc=f"Layers {first}-{last}: {group_doc(group)}, scanned.",
+        repeat=group.repeat,
+        steps=tuple(steps),
+        new_kv=tuple((key, f"jnp.stack([{', '.join(rows)}])") for key, rows in new_kv.items()),
+    )
+
+
+def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
+    """Which of the block's layers this is, as an expression in the scan index i."""
+    before = sum(i < group.first_layer for i in block_layers(graph, inst.name))
+    names = [(layer.mixer.name, layer.ffn.name) for layer in group.layers]
+    stride = sum(inst.name in pair for pair in names)
+    offset = before + sum(inst.name in pair for pair in names[:position])
+    scaled = "i" if stride == 1 else f"{stride} * i"
+    return f"{scaled} + {offset}" if offset else scaled
+
+
+def _pool(pool: StateArray) -> PoolView:
+    rank = "NUM_RANKS"
+    inner = ", ".join(map(str, pool.inner))
+    layers = f"{pool.block.upper()}_LAYERS"
+    if pool.paged:
+        shape = f"({rank}, {layers} * num_pages, PAGE_SIZE, {inner})"
+        axes = ("rank", None, None, *pool.axes)
+    else:
+        shape = f"({rank}, {layers}, num_slots, {inner})"
+        axes = ("rank", None, None, *pool.axes)
+    return PoolView(pool.key, shape, text(axes), pool.dtype)
+
+
+def _kv_writes(graph: Graph, pools: tuple[StateArray, ...]) -> tuple[tuple[str, str], ...]:
+    """Per paged pool: the new rows of all its layers in layer order."""
+    found = []
+    for pool in pools:
+        if not pool.paged:
+            continue
+        parts = [
+            f'new_kv{i}["{pool.key}"]'
+            for i, group in enumerate(graph.groups)
+            if any(pool.block in (layer.mixer.name, layer.ffn.name) for layer in group.layers)
+        ]
+        found.append((pool.key, ", ".join(parts)))
+    return tuple(found)
+
+
+def _embed(plan: Plan) -> str:
+    if plan.embed == "sharded":
+        return 'lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR)'
+    return 'lookup(w["embed"]["table"], tokens_T)'
+
+
+def _head(graph: Graph, plan: Plan) -> str:
+    matrix = 'w["embed"]["table"].T' if graph.tied_head else 'w["head"]["w"]'
+    if plan.head == "sharded":
+        return f"logits_sharded(h_TD, {matrix}, DATA, TENSOR)"
+    return f"logits(h_TD, {matrix})"
+
+
+def _bucket(bucket) -> str:
+    return (
+        f"Bucket(tokens_per_rank={bucket.tokens_per_rank}, seqs_per_rank={bucket.seqs_per_rank}, "
+        f"max_q={bucket.max_q}, pages_per_seq={bucket.pages_per_seq})"
+    )
+
+
+def page_bytes(pools: tuple[StateArray, ...], plan: Plan) -> int:
+    """Bytes of one page over all layers and the devices of one rank."""
+    return sum(p.bytes_per_entry for p in pools if p.paged) * plan.page_size
+
+
+def slot_bytes(pools: tuple[StateArray, ...]) -> int:
+    """Bytes of one slot over all layers and the devices of one rank."""
+    return sum(p.bytes_per_entry for p in pools if not p.paged)

@@ -1,0 +1,275 @@
+"""Bytes per device: arguments exactly as the compiler lays them out, temporaries by a calibrated formula."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from math import prod
+
+from moec.blocks.core.declare import AXIS_ROLES, PagedState, SlotState, Weight
+from moec.blocks.core.work import Degrees, Dtypes, Load, itemsize, touched
+from moec.blocks.embed import cost as embed_cost
+from moec.blocks.head import cost as head_cost
+from moec.blocks.registry import COSTS
+from moec.targets.target import Target, Tiling
+
+from ..graph.ir import BlockInst, Graph
+from ..graph.weights import block_of, block_state, block_weights, model_weights, residual_weights
+from .cost import count_layers
+from .plan import MemoryPlan
+from .steps import Steps
+
+# Bar of the acceptance check: planned and compiled bytes differ by at most this.
+BAND_PCT = 2.0
+SCALE_BLOCK = 128  # rows and columns of one float8 block scale
+SCALED = "float8_e4m3fn"
+
+Shape = tuple[int, ...]
+# Dtype of a weight, given its block instance (None outside blocks), key and declaration.
+DtypeOf = Callable[[BlockInst | None, str, Weight], str]
+
+
+@cache
+def padded_bytes(shape: Shape, dtype: str, tiling: Tiling) -> int:
+    """Bytes of an array in device memory.
+
+    The compiler orders dims so that padding is least: one dim in lanes, one in sublanes (fewer
+    rows than a tile take a smaller tile), the others unpadded. One-dimensional arrays come in
+    tiles of 128 to 1024 values.
+    """
+    size = itemsize(dtype)
+    if tiling.lanes == 1:
+        return prod(shape) * size
+    if len(shape) == 1:
+        tile = min(max(_power_of_two(shape[0]), tiling.lanes), tiling.lanes * tiling.sublanes)
+        return _round_up(shape[0], tile) * size
+    whole = prod(shape)
+    least = min(
+        whole // (rows * lanes) * _round_up(lanes, tiling.lanes) * _padded_rows(rows, size, tiling)
+        for rows, lanes in permutations(shape, 2)
+    )
+    return least * size
+
+
+def _padded_rows(rows: int, size: int, tiling: Tiling) -> int:
+    """Rows are packed in 32-bit words: at least 4 // size of them."""
+    tile = min(max(_power_of_two(rows), 4 // size), tiling.sublanes)
+    return _round_up(rows, tile)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _power_of_two(value: int) -> int:
+    """Smallest power of two at least `value`."""
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class LocalArray:
+    """One array of the program on one device. component: what it counts as in the plan."""
+
+    component: str
+    shape: Shape
+    dtype: str
+
+
+def local_shape(inst: BlockInst | None, shape: Shape, axes: tuple[str | None, ...], degrees: Degrees) -> Shape:
+    """A dim with a degree above its head count is cut once per head: several devices hold the same head."""
+    heads = {cut.axis: cut.size for cut in block_of(inst).cuts(inst.fields) if cut.replicate} if inst else {}
+
+    def local(size: int, axis: str | None) -> int:
+        if axis is None:
+            return size
+        degree = degrees.of(AXIS_ROLES[axis])
+        return size // min(degree, heads.get(axis, degree))
+
+    return tuple(local(size, axis) for size, axis in zip(shape, axes, strict=True))
+
+
+def role_dtypes(dtypes: Dtypes) -> DtypeOf:
+    """The plan's rule: dtype by role."""
+    return lambda inst, key, weight: dtypes.of(weight.role)
+
+
+def weight_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
+    """Every weight array of the emitted program on one device."""
+    for key, weight in model_weights(graph).items():
+        shape = local_shape(None, weight.shape, weight.axes, degrees)
+        yield LocalArray(key.partition(".")[0], shape, dtypes.of(weight.role))
+    for group in graph.groups:
+        for layer in group.layers:
+            for weight in residual_weights(graph).values():
+                yield LocalArray("norms", (group.repeat, *weight.shape), dtypes.of(weight.role))
+            for inst in (layer.mixer, layer.ffn):
+                yield from _scanned(graph, inst, group.repeat, degrees, dtypes)
+    layers = count_layers(graph)
+    for inst in graph.blocks().values():
+        yield from _stacked(graph, inst, layers[inst.name], degrees, dtypes)
+
+
+def _scanned(graph: Graph, inst: BlockInst, repeat: int, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
+    for weight in block_weights(graph, inst).values():
+        if not weight.stacked:
+            shape = local_shape(inst, weight.shape, weight.axes, degrees)
+            yield LocalArray(inst.name, (repeat, *shape), dtypes.of(weight.role))
+
+
+def _stacked(graph: Graph, inst: BlockInst, layers: int, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
+    """Expert stacks over all layers, and their block scales when they are float8."""
+    for weight in block_weights(graph, inst).values():
+        if weight.stacked:
+            dtype = dtypes.of(weight.role)
+            shape = local_shape(inst, weight.shape, weight.axes, degrees)
+            yield LocalArray(f"{inst.name}.experts", (layers, *shape), dtype)
+            if dtype == SCALED:
+                scales = (*shape[:-2], *(-(-size // SCALE_BLOCK) for size in shape[-2:]))
+                yield LocalArray(f"{inst.name}.scales", (layers, *scales), "float32")
+
+
+def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps) -> Iterator[LocalArray]:
+    """Page pools [1, L * pages, page, row], slot pools [1, L, slots, ...] and the sampled tokens."""
+    layers = count_layers(graph)
+    for inst in graph.blocks().values():
+        for state in block_state(graph, inst):
+            inner = local_shape(inst, state.shape, state.axes, degrees)
+            if isinstance(state, PagedState):
+                shape = (1, layers[inst.name] * steps.num_pages, steps.page_size, *inner)
+            else:
+                shape = (1, layers[inst.name], steps.num_slots, *inner)
+            yield LocalArray(f"{inst.name}.{_state_name(state)}", shape, dtypes.of(state.role))
+    yield LocalArray("sampled", (1, steps.num_slots), "int32")
+
+
+def _state_name(state: PagedState | SlotState) -> str:
+    return "kv" if isinstance(state, PagedState) else state.name
+
+
+def batch_arrays(steps: Steps, tokens: int) -> Iterator[LocalArray]:
+    """The fields of blocks.core.batch.Batch on one device."""
+    rows = steps.seqs
+    shapes = {
+        "int32": [(tokens,), (tokens,), (rows + 1,), (rows,), (rows, steps.pages_per_seq), (rows,), (3,), (rows,)],
+        "float32": [(rows,), (rows,)],
+        "uint32": [(rows,)],
+        "bool": [(rows,)],
+    }
+    for dtype, found in shapes.items():
+        for shape in found:
+            yield LocalArray("batch", (1, *shape), dtype)
+
+
+def component_bytes(arrays: Iterator[LocalArray], tiling: Tiling) -> dict[str, int]:
+    """Padded bytes per component."""
+    found: dict[str, int] = {}
+    for array in arrays:
+        found[array.component] = found.get(array.component, 0) + padded_bytes(array.shape, array.dtype, tiling)
+    return found
+
+
+@dataclass(frozen=True)
+class TempModel:
+    """Temporaries of a step = base + scale * (what is alive at once by the blocks' own account).
+
+    Calibrated against AOT compiles of emitted programs; see the table in docs/planner.md.
+    residual_copies: residual streams alive beside a block's intermediates.
+    """
+
+    base_bytes: int = 64 * 2**20
+    scale: float = 1.0
+    residual_copies: int = 3
+
+
+def temp_bytes(graph: Graph, load: Load, model: TempModel) -> int:
+    """Largest block, residual streams, and the cache rows of all layers that are written after the scan."""
+    blocks = [COSTS[i.kind]().temp_bytes(i.fields, graph.dims, load) for i in graph.blocks().values()]
+    peak = max(*blocks, embed_cost.temp_bytes(graph.dims, load), head_cost.temp_bytes(graph.dims, load))
+    residual = model.residual_copies * load.tokens * graph.dims.hidden_size * itemsize(load.dtypes.activation)
+    return int(model.base_bytes + model.scale * (peak + residual + new_rows_bytes(graph, load)))
+
+
+def new_rows_bytes(graph: Graph, load: Load) -> int:
+    """Cache rows of this step's tokens over all layers, in one array."""
+    layers, total = count_layers(graph), 0
+    for inst in graph.blocks().values():
+        for state in block_state(graph, inst):
+            if isinstance(state, PagedState):
+                row = prod(local_shape(inst, state.shape, state.axes, load.degrees)) * itemsize(load.dtypes.kv)
+                total += layers[inst.name] * load.tokens * row
+    return total
+
+
+def memory_plan(
+    graph: Graph,
+    target: Target,
+    steps: Steps,
+    loads: dict[str, Load],
+    weights: dict[str, int],
+    model: TempModel,
+) -> MemoryPlan:
+    """Bytes per device. weights: component_bytes of weight_arrays, which do not depend on the batch."""
+    load = next(iter(loads.values()))
+    state = component_bytes(state_arrays(graph, load.degrees, load.dtypes, steps), target.tiling)
+    batch = component_bytes(batch_arrays(steps, steps.mixed_tokens), target.tiling)
+    components = {**weights, **state, **batch}
+    return MemoryPlan(
+        components=components,
+        arguments_bytes=sum(components.values()),
+        temp_bytes={name: temp_bytes(graph, load, model) for name, load in loads.items()},
+        reserve_bytes=target.reserve_bytes,
+        usable_bytes=target.usable_bytes,
+    )
+
+
+def needed_bytes(memory: MemoryPlan) -> int:
+    """Arguments and the larger bucket's temporaries."""
+    return memory.arguments_bytes + max(memory.temp_bytes.values())
+
+
+def available_bytes(memory: MemoryPlan) -> int:
+    """What a program may use once the runtime has its reserve."""
+    return memory.usable_bytes - memory.reserve_bytes
+
+
+def largest(fits: Callable[[int], bool], start: int) -> int:
+    """Largest n >= 0 for which fits(n) holds, fits being monotone. start: a first guess."""
+    low, high = 0, max(start, 1)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def streamed_bytes(
+    graph: Graph, load: Load, dtype_of: DtypeOf | None = None, all_experts: bool = False
+) -> dict[str, float]:
+    """Bytes one decode step must move per device: weights once, caches read, recurrent state read and written.
+
+    Experts count by the expected share the step's tokens touch (uniform routing), or whole
+    with all_experts. The embedding table is not streamed. dtype_of: the plan's roles by default.
+    """
+    rule = dtype_of or role_dtypes(load.dtypes)
+
+    def moved(inst: BlockInst | None, key: str, weight: Weight) -> float:
+        share = 1.0 if all_experts else touched(load.valid_tokens, weight.active_fraction)
+        return (
+            prod(local_shape(inst, weight.shape, weight.axes, load.degrees)) * share * itemsize(rule(inst, key, weight))
+        )
+
+    outside = {key: weight for key, weight in model_weights(graph).items() if key != "embed.table"}
+    found = {"weights": sum(moved(None, key, weight) for key, weight in outside.items())}
+    found["weights"] += graph.num_layers * sum(moved(None, k, w) for k, w in residual_weights(graph).items())
+    for inst in graph.blocks().values():
+        layers = count_layers(graph)[inst.name]
+        found["weights"] += layers * sum(moved(inst, key, w) for key, w in block_weights(graph, inst).items())
+        for state in block_state(graph, inst):
+            inner = prod(local_shape(inst, state.shape, state.axes, load.degrees)) * itemsize(
+                load.dtypes.of(state.role)
+            )
+            times = load.decode_context if isinstance(state, PagedState) else 2
+            name = _state_name(state)
+            found[name] = found.get(name, 0.0) + layers * load.decode_rows * inner * times
+    return found

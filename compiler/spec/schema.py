@@ -1,0 +1,208 @@
+"""The spec language as types: one model file, one workload file, the planner's pins.
+
+Frozen, unknown keys refused, no silent conversion. Relations between fields are checked
+in semantics.py, so that every problem of a file comes in one pass.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+
+from moec.blocks.core.declare import BlockFields, NormFields, NormOverride
+
+if TYPE_CHECKING:
+    from moec.targets.target import Target
+
+    from ..graph.ir import Graph
+
+SPEC_VERSION = 1
+Positive = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+# YAML has lists only; strictness applies to the items.
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+Placement = Literal["replicated", "sharded"]
+Float = Literal["float32", "bfloat16"]
+FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Defaults(Frozen):
+    """What every layer uses unless it says otherwise. residual: pre = x + f(norm(x))."""
+
+    norm: NormFields = NormFields()
+    residual: Literal["pre"] = "pre"
+
+
+class Override(Frozen):
+    """Block fields one layer entry changes."""
+
+    mixer: dict[str, Any] = {}
+    ffn: dict[str, Any] = {}
+
+
+class LayerEntry(Frozen):
+    """`repeat` equal layers: names of declared blocks for the two residual slots."""
+
+    mixer: str
+    ffn: str | None = None  # null = the group's ffn
+    repeat: Positive = 1
+    override: Override = Override()
+
+
+class LayerGroup(Frozen):
+    """`repeat` times the pattern. An entry that is only a name means {mixer: name}."""
+
+    repeat: Positive = 1
+    pattern: Annotated[tuple[LayerEntry, ...], Field(strict=False, min_length=1)]
+    ffn: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return self.repeat * sum(entry.repeat for entry in self.pattern)
+
+
+class Head(Frozen):
+    """tied: logits use the embedding table."""
+
+    tied: bool = False
+
+
+class AttentionPins(Frozen):
+    """Devices per role of the mixers; null = the planner chooses."""
+
+    dp: Positive | None = None
+    tp: Positive | None = None
+
+
+class ExpertPins(Frozen):
+    """Devices per role of the routed experts; null = the planner chooses."""
+
+    ep: Positive | None = None
+    tp: Positive | None = None
+
+
+class MeshPins(Frozen):
+    attention: AttentionPins = AttentionPins()
+    experts: ExpertPins = ExpertPins()
+
+
+class DtypePins(Frozen):
+    """Dtypes the user fixes; null = the planner chooses."""
+
+    activation: Float | None = None
+    weight: FloatOrFp8 | None = None
+    expert: FloatOrFp8 | None = None
+    kv: FloatOrFp8 | None = None
+    state: Float | None = None
+    conv: Float | None = None
+
+
+class PlanPins(Frozen):
+    """Root `plan`: decisions the user fixes; null = the planner chooses.
+
+    max_batched_tokens, max_seqs: per attention-DP rank.
+    """
+
+    attention: AttentionPins = AttentionPins()
+    experts: ExpertPins = ExpertPins()
+    embed: Placement | None = None
+    head: Placement | None = None
+    shared_expert: Placement | None = None
+    dtypes: DtypePins = DtypePins()
+    page_size: Positive | None = None
+    max_batched_tokens: Positive | None = None
+    max_seqs: Positive | None = None
+
+
+class TensorRule(Frozen):
+    """What one stored tensor holds; a bare weight name means {into: name}.
+
+    split: the out rows of these weights in order. interleave: their out rows alternate.
+    transpose: whether the stored matrix must be transposed to [in, out]; null = as the
+    weight declares (linear weights are stored [out, in]).
+    """
+
+    into: str | None = None
+    split: Strings | None = None
+    interleave: Strings | None = None
+    transpose: bool | None = None
+
+
+class Scales(Frozen):
+    """Block scales of quantised tensors: stored as NAME + suffix, value = quantised * scale."""
+
+    suffix: str
+    block: Annotated[tuple[Positive, Positive], Field(strict=False)]
+
+
+class Checkpoint(Frozen):
+    """Where checkpoints keep the weights. Several patterns may give the same weight: alternatives.
+
+    prefix: what `{prefix}` in the patterns stands for; several = alternatives.
+    ignore: fnmatch patterns of stored tensors nobody needs.
+    """
+
+    prefix: Strings = ()
+    ignore: Strings = ()
+    scales: Scales | None = None
+    tensors: dict[str, TensorRule]
+
+
+class ModelSpec(Frozen):
+    """Root `model`: one architecture. max_context: the most positions it was made for."""
+
+    spec_version: Literal[1]
+    name: Name
+    hidden_size: Positive
+    vocab_size: Positive
+    max_context: Positive
+    num_layers: Positive | None = None  # checked against the sum of `layers`
+    defaults: Defaults = Defaults()
+    blocks: Annotated[dict[str, SerializeAsAny[BlockFields]], Field(min_length=1)]
+    layers: Annotated[tuple[LayerGroup, ...], Field(strict=False, min_length=1)]
+    final_norm: NormOverride = NormOverride()
+    head: Head = Head()
+    mesh: MeshPins = MeshPins()
+    checkpoint: Checkpoint | None = None
+
+
+class Workload(Frozen):
+    """Root `workload`: what is served.
+
+    isl, osl: prompt and output tokens per sequence; concurrency: sequences at once, all
+    devices together; max_context: positions a sequence may reach, null = isl + osl.
+    """
+
+    name: Name
+    isl: Positive
+    osl: Positive
+    concurrency: Positive
+    max_context: Positive = Field(default_factory=lambda fields: fields["isl"] + fields["osl"])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("max_context", 0) is None:
+            return {key: value for key, value in data.items() if key != "max_context"}
+        return data
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything the user asked for, checked.
+
+    pins: plan overrides on top of the model file's `mesh`. digests: sha256 of the
+    composed roots by name ("spec", "target", "workload", "overrides").
+    """
+
+    model: ModelSpec
+    graph: "Graph"
+    target: "Target | None"
+    workload: Workload | None
+    pins: PlanPins
+    overrides: tuple[str, ...]
+    digests: dict[str, str]

@@ -1,0 +1,226 @@
+"""Relations between fields: heads, layer counts, block references, mesh products, context lengths."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from pydantic import ValidationError
+
+from moec.blocks.core.declare import BlockFields, ModelDims
+from moec.blocks.registry import BLOCKS
+
+from ..graph.build import override_fields
+from ..graph.ir import Graph
+from ..graph.weights import block_of
+from .marks import KeyPath
+from .schema import LayerEntry, LayerGroup, MeshPins, ModelSpec, PlanPins, Workload
+from .suggest import closest, listing
+from .validate import Finding, Parsed, error_findings
+
+_MODEL = ("model",)
+
+
+def check_model(parsed: Parsed) -> list[Finding]:
+    """Everything about one model file that needs more than one field."""
+    spec = parsed.spec
+    if spec is None:
+        return []
+    dims = ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm)
+    findings: list[Finding] = []
+    for name, fields in spec.blocks.items():
+        if name in parsed.declared:
+            findings += _check_block(fields, dims, (*_MODEL, "blocks", name))
+    if "layers" not in parsed.poisoned:
+        for path, group, entry in entries(spec):
+            findings += _check_entry(parsed, spec, dims, path, group, entry)
+        findings += _check_unused(parsed, spec)
+        if "num_layers" not in parsed.poisoned:
+            findings += _check_layer_count(spec)
+    return findings
+
+
+def entries(spec: ModelSpec) -> Iterator[tuple[KeyPath, LayerGroup, LayerEntry]]:
+    """Every pattern entry with its path."""
+    for i, group in enumerate(spec.layers):
+        for j, entry in enumerate(group.pattern):
+            yield (*_MODEL, "layers", i, "pattern", j), group, entry
+
+
+def _kind(fields: BlockFields) -> str:
+    return str(getattr(fields, "kind", ""))
+
+
+def _check_block(fields: BlockFields, dims: ModelDims, path: KeyPath) -> list[Finding]:
+    """The block's own checks."""
+    found = BLOCKS[_kind(fields)]().check(fields, dims)
+    return [Finding((*path, *one.path), one.text, one.hint) for one in found]
+
+
+def _check_entry(
+    parsed: Parsed, spec: ModelSpec, dims: ModelDims, path: KeyPath, group: LayerGroup, entry: LayerEntry
+) -> list[Finding]:
+    """Both slots of one pattern entry."""
+    findings = _check_slot(parsed, spec, (*path, "mixer"), entry.mixer, "mixer")
+    ffn_path = (*path, "ffn") if entry.ffn else (*path[:3], "ffn")
+    ffn = entry.ffn or group.ffn
+    if ffn is None:
+        findings.append(Finding(path, "no ffn: neither this entry nor its group names one", _slot_names(spec, "ffn")))
+    else:
+        findings += _check_slot(parsed, spec, ffn_path, ffn, "ffn")
+    for slot, name, changes in (("mixer", entry.mixer, entry.override.mixer), ("ffn", ffn, entry.override.ffn)):
+        if changes and name in spec.blocks and name in parsed.declared:
+            findings += _check_override(spec.blocks[name], changes, dims, (*path, "override", slot))
+    return list(dict.fromkeys(findings))
+
+
+def _check_slot(parsed: Parsed, spec: ModelSpec, path: KeyPath, name: str, slot: str) -> list[Finding]:
+    """The name is a declared block of a kind that fits the slot."""
+    if name not in parsed.declared:
+        return [Finding(path, f"no block is called '{name}'", closest(name, parsed.declared))]
+    if name not in spec.blocks:  # declared, but reported as invalid already
+        return []
+    kind = _kind(spec.blocks[name])
+    fits = BLOCKS[kind]().SLOT
+    if fits == slot:
+        return []
+    return [Finding(path, f"'{name}' is a {fits} block (kind {kind}), not a {slot}", _slot_names(spec, slot))]
+
+
+def _slot_names(spec: ModelSpec, slot: str) -> str:
+    slots = {name: BLOCKS[_kind(fields)]().SLOT for name, fields in spec.blocks.items()}
+    return listing(name for name, fits in slots.items() if fits == slot)
+
+
+def _check_override(fields: BlockFields, changes: dict, dims: ModelDims, path: KeyPath) -> list[Finding]:
+    """A layer entry's changed fields, by the block's types and own checks."""
+    try:
+        changed = override_fields(fields, changes)
+    except ValidationError as error:
+        return error_findings(error, type(fields), {**fields.model_dump(), **changes}, path)
+    return _check_block(changed, dims, path)
+
+
+def _check_unused(parsed: Parsed, spec: ModelSpec) -> list[Finding]:
+    """Nothing in a spec is without effect."""
+    used = {entry.mixer for _, _, entry in entries(spec)}
+    used |= {entry.ffn or group.ffn or "" for _, group, entry in entries(spec)}
+    text = "block '{}' is declared but no layer uses it"
+    paths = {name: (*_MODEL, "blocks", name) for name in parsed.declared if name not in used}
+    return [Finding(path, text.format(name), "use it in layers, or remove it", True) for name, path in paths.items()]
+
+
+def _check_layer_count(spec: ModelSpec) -> list[Finding]:
+    total = sum(group.num_layers for group in spec.layers)
+    if spec.num_layers in (None, total):
+        return []
+    terms = " + ".join(_count_text(group) for group in spec.layers)
+    text = f"num_layers is {spec.num_layers}, but the layers add up to {total} ({terms})"
+    return [Finding((*_MODEL, "num_layers"), text, also=((*_MODEL, "layers"),))]
+
+
+def _count_text(group: LayerGroup) -> str:
+    inner = " + ".join(str(entry.repeat) for entry in group.pattern)
+    return f"{group.repeat} x ({inner})"
+
+
+def check_workload(workload: Workload, max_context: int | None) -> list[Finding]:
+    """Lengths must fit the workload's context, and that the model's positions."""
+    path = ("workload", "max_context")
+    if workload.isl + workload.osl > workload.max_context:
+        text = f"max_context {workload.max_context} is less than isl {workload.isl} + osl {workload.osl}"
+        return [Finding(path, text, f"at least {workload.isl + workload.osl}")]
+    if max_context is not None and workload.max_context > max_context:
+        text = f"max_context {workload.max_context} exceeds the {max_context} positions of the model"
+        return [Finding(path, text, f"at most {max_context}", also=(("model", "max_context"),))]
+    return []
+
+
+def merge_pins(spec: ModelSpec | None, plan: PlanPins) -> tuple[PlanPins, Callable[[str, str], KeyPath]]:
+    """The model file's mesh under the plan's pins, and where each degree comes from."""
+    mesh = spec.mesh if spec else MeshPins()
+    attention = {**_given(mesh.attention), **_given(plan.attention)}
+    experts = {**_given(mesh.experts), **_given(plan.experts)}
+    pins = plan.model_copy(
+        update={
+            "attention": plan.attention.model_copy(update=attention),
+            "experts": plan.experts.model_copy(update=experts),
+        }
+    )
+
+    def origin(part: str, name: str) -> KeyPath:
+        by_plan = getattr(getattr(plan, part), name) is not None
+        return ("plan", part, name) if by_plan else ("model", "mesh", part, name)
+
+    return pins, origin
+
+
+def _given(pins: object) -> dict[str, int]:
+    return {name: value for name, value in vars(pins).items() if value is not None}
+
+
+def check_pins(
+    pins: PlanPins, origin: Callable[[str, str], KeyPath], graph: Graph | None, num_devices: int | None
+) -> list[Finding]:
+    """Pinned mesh degrees: their products must be the device count, and they must cut the blocks evenly."""
+    findings: list[Finding] = []
+    degrees = {"attention": _given(pins.attention), "experts": _given(pins.experts)}
+    for part, given in degrees.items():
+        findings += _check_product(part, given, origin, num_devices)
+    if num_devices is None and all(len(given) == 2 for given in degrees.values()):
+        findings += _check_same_product(degrees, origin)
+    if graph is not None:
+        findings += _check_cuts(degrees, origin, graph)
+    return findings
+
+
+def _check_product(
+    part: str, given: dict[str, int], origin: Callable[[str, str], KeyPath], num_devices: int | None
+) -> list[Finding]:
+    """All degrees of a part multiply to the device count; one alone must divide it."""
+    product = math.prod(given.values())
+    if num_devices is None or not given or (num_devices == product if len(given) == 2 else num_devices % product == 0):
+        return []
+    names = " * ".join(f"{part}.{name}={value}" for name, value in given.items())
+    first, *rest = [origin(part, name) for name in given]
+    if rest:
+        text, hint = (
+            f"{names} = {product}, but the target has {num_devices} devices",
+            f"the product must be {num_devices}",
+        )
+    else:
+        text, hint = f"{names} does not divide the target's {num_devices} devices", _divisors(num_devices)
+    return [Finding(first, text, hint, also=tuple(rest))]
+
+
+def _check_same_product(degrees: dict[str, dict[str, int]], origin: Callable[[str, str], KeyPath]) -> list[Finding]:
+    """Without a target, both parts must at least agree: they use the same devices."""
+    products = {part: math.prod(given.values()) for part, given in degrees.items()}
+    if products["attention"] == products["experts"]:
+        return []
+    text = (
+        f"attention uses {products['attention']} devices (dp * tp), "
+        f"but experts use {products['experts']} (ep * tp): they share one mesh"
+    )
+    return [Finding(origin("experts", "ep"), text, also=(origin("attention", "dp"),))]
+
+
+def _check_cuts(
+    degrees: dict[str, dict[str, int]], origin: Callable[[str, str], KeyPath], graph: Graph
+) -> list[Finding]:
+    """Each pinned degree must cut the blocks' heads, experts and widths evenly."""
+    by_axis = {"experts": ("experts", "ep"), "expert_intermediate": ("experts", "tp")}
+    mixers = {layer.mixer.name for _, layer in graph.layers()}
+    findings: list[Finding] = []
+    for name, inst in graph.blocks().items():
+        for cut in block_of(inst).cuts(inst.fields):
+            default = ("attention", "tp") if name in mixers else None
+            place = by_axis.get(cut.axis, default)
+            degree = degrees[place[0]].get(place[1], 1) if place else 1
+            fits = cut.size % degree == 0 or (cut.replicate and degree % cut.size == 0)
+            if place and not fits:
+                text = f"{place[0]}.{place[1]}={degree} does not cut the {cut.size} {cut.axis} of '{name}' evenly"
+                findings.append(Finding(origin(*place), text, _divisors(cut.size)))
+    return findings
+
+
+def _divisors(number: int) -> str:
+    return listing(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,213 @@
+"""Types and keys: pydantic's verdict as findings in our own words, with as much left to check as can be.
+
+A document with a bad part still yields a spec in which that part is a stand-in, so that
+semantics.py can look at the rest in the same pass; `poisoned` says what not to trust.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from moec.blocks.core.declare import BlockFields
+from moec.blocks.registry import BLOCKS
+
+from .marks import KeyPath
+from .schema import ModelSpec
+from .suggest import annotation_at, children, closest, listing
+
+T = TypeVar("T", bound=BaseModel)
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "is_instance_of": "a mapping",
+}
+_STAND_IN: dict[str, Any] = {
+    "spec_version": 1,
+    "name": "unnamed",
+    "hidden_size": 1,
+    "vocab_size": 1,
+    "max_context": 1,
+    "layers": [{"pattern": [{"mixer": "none", "ffn": "none"}]}],
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem before it has a position.
+
+    path: in the composed document. at_key: the key itself is wrong, not its value.
+    also: other places that take part.
+    """
+
+    path: KeyPath
+    text: str
+    hint: str = ""
+    at_key: bool = False
+    also: tuple[KeyPath, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A model as far as it can be trusted.
+
+    spec: None when nothing is usable. poisoned: top-level keys that are stand-ins.
+    declared: block names in the document, valid or not.
+    """
+
+    spec: ModelSpec | None
+    poisoned: frozenset[str]
+    declared: tuple[str, ...]
+    findings: list[Finding] = field(default_factory=list)
+
+
+def parse(kind: type[T], data: Mapping[str, Any], root: KeyPath) -> tuple[T | None, list[Finding]]:
+    """Validate a whole document: the value, or every error in it."""
+    try:
+        return kind.model_validate(data), []
+    except ValidationError as error:
+        return None, error_findings(error, kind, data, root)
+
+
+def parse_model(data: Mapping[str, Any]) -> Parsed:
+    """Validate a model document; what is sound of it can be checked further."""
+    doc = spread_sugar(data)
+    blocks, findings = _parse_blocks(doc.get("blocks"))
+    declared = tuple(doc["blocks"]) if isinstance(doc.get("blocks"), Mapping) else ()
+    trial = {**doc, "blocks": blocks} if declared else dict(doc)
+    spec, more = parse(ModelSpec, trial, ("model",))
+    # A table of blocks that are all bad has been reported block by block.
+    findings += [one for one in more if not (declared and one.path == ("model", "blocks"))]
+    if spec:
+        return Parsed(spec, frozenset(), declared, findings)
+    poisoned = {str(one.path[1]) for one in findings if len(one.path) > 1 and not one.at_key}
+    trial = _without(trial, [one.path[1:] for one in more if one.at_key])
+    sound = {key: value for key, value in trial.items() if key not in poisoned or (key == "blocks" and blocks)}
+    missing = {key: value for key, value in _STAND_IN.items() if key not in sound}
+    stand_in = {"blocks": blocks or {"none": BlockFields()}}
+    spec, _ = parse(ModelSpec, {**stand_in, **missing, **sound}, ("model",))
+    return Parsed(spec, frozenset({*poisoned, *missing} - {"blocks"}), declared, findings)
+
+
+def spread_sugar(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with shorthand written out: pattern names and bare checkpoint targets."""
+    doc = copy.deepcopy(dict(data))
+    for group in _items(doc.get("layers")):
+        if isinstance(group, dict) and isinstance(group.get("pattern"), list):
+            group["pattern"] = [{"mixer": one} if isinstance(one, str) else one for one in group["pattern"]]
+    table = doc.get("checkpoint")
+    if isinstance(table, dict) and isinstance(table.get("tensors"), dict):
+        rules = table["tensors"]
+        table["tensors"] = {key: {"into": one} if isinstance(one, str) else one for key, one in rules.items()}
+    return doc
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _parse_blocks(blocks: Any) -> tuple[dict[str, BlockFields], list[Finding]]:
+    """Each declared block by its own Fields; an unknown key alone does not make the block unusable."""
+    parsed: dict[str, BlockFields] = {}
+    findings: list[Finding] = []
+    for name, body in blocks.items() if isinstance(blocks, Mapping) else ():
+        path = ("model", "blocks", name)
+        fields = _block_type(body, path, findings)
+        if fields is None:
+            continue
+        block, found = parse(fields, body, path)
+        findings += found
+        if block is None and all(one.at_key for one in found):
+            block, _ = parse(fields, _without(body, [one.path[3:] for one in found]), path)
+        if block is not None:
+            parsed[name] = block
+    return parsed, findings
+
+
+def _block_type(body: Any, path: KeyPath, findings: list[Finding]) -> type[BlockFields] | None:
+    """The Fields of the block's kind, or None with a finding."""
+    if not isinstance(body, Mapping):
+        findings.append(Finding(path, f"expected a mapping with a 'kind', got {shown(body)}"))
+        return None
+    kind = body.get("kind")
+    if isinstance(kind, str) and kind in BLOCKS:
+        return BLOCKS[kind]().Fields
+    if "kind" in body:
+        findings.append(Finding((*path, "kind"), f"unknown block kind {shown(kind)}", closest(str(kind), BLOCKS)))
+    else:
+        findings.append(Finding(path, "missing key 'kind'", listing(BLOCKS)))
+    return None
+
+
+def _without(data: Any, paths: list[KeyPath]) -> dict[str, Any]:
+    """A copy with the given keys removed."""
+    result = copy.deepcopy(dict(data))
+    for *parents, last in paths:
+        place: Any = result
+        for key in parents:
+            place = place[key]
+        place.pop(last, None)
+    return result
+
+
+def error_findings(error: ValidationError, kind: Any, data: Any, root: KeyPath) -> list[Finding]:
+    """Every pydantic error as a finding."""
+    return [_finding(one, kind, data, root) for one in error.errors() if one["type"] != "default_factory_not_called"]
+
+
+def _finding(error: ErrorDetails, kind: Any, data: Any, root: KeyPath) -> Finding:
+    loc, sort = tuple(error["loc"]), error["type"]
+    path = (*root, *loc)
+    if sort == "extra_forbidden":
+        known = children(*annotation_at(kind, data, loc[:-1])) or {}
+        return Finding(path, f"unknown key '{loc[-1]}'", closest(str(loc[-1]), map(str, known)), at_key=True)
+    if sort == "missing":
+        return Finding(path[:-1], f"missing key '{loc[-1]}'")
+    if sort == "literal_error":
+        expected = annotation_at(kind, data, loc)[0]
+        return Finding(path, f"got {shown(error['input'])}", _literal_hint(error["input"], expected))
+    if sort in _EXPECTED:
+        return Finding(
+            path, f"expected {_EXPECTED[sort]}, got {shown(error['input'])}", _keys_hint(sort, kind, data, loc)
+        )
+    text = error["msg"][0].lower() + error["msg"][1:]
+    return Finding(path, f"{text}, got {shown(error['input'])}")
+
+
+def _literal_hint(value: Any, expected: Any) -> str:
+    options = list(getattr(expected, "__args__", ()))
+    if isinstance(value, str) and all(isinstance(option, str) for option in options):
+        near = closest(value, options)
+        return near if near.startswith("valid") else f"{near} {listing(options)}"
+    return listing(str(option) for option in options)
+
+
+def _keys_hint(sort: str, kind: Any, data: Any, loc: KeyPath) -> str:
+    """For a mapping that should be there: its keys."""
+    if sort != "model_type":
+        return ""
+    known = children(annotation_at(kind, data, loc)[0], None) or {}
+    return f"keys: {', '.join(map(str, known))}" if known else ""
+
+
+def shown(value: Any) -> str:
+    """A value as it goes into a message: short, and with its sort when that is not plain to see."""
+    if isinstance(value, str):
+        return f"'{value if len(value) <= 60 else value[:57] + '...'}'"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, Mapping):
+        return f"a mapping with keys {', '.join(map(str, value))}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return str(value)

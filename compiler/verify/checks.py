@@ -1,0 +1,206 @@
+"""Judges a compile against the plan: memory, donation, collectives. Pure functions on records."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ..plan.plan import BucketPlan, CollectivePlan, Plan
+from .hlo import Collective
+from .measured import Measured, Memory
+from .report import GIB, Check, size_text, skipped, verdict
+
+# Bounds of issue 2: the planner's bytes within 2 % of the compiler's, for programs of at least 1 GiB.
+TOTAL_TOLERANCE = 0.02
+ARGUMENT_TOLERANCE = 0.02
+JUDGED_BYTES = GIB
+# Below this XLA may turn small gathers and scatters into all-reduces; the plan prices what was asked for.
+JUDGED_TOKENS = 8
+# XLA:CPU has no 16-bit collectives: it widens them.
+CPU_WIDENED = ("bfloat16", "float16")
+STEP = "step"
+
+
+class Key(NamedTuple):
+    """What makes two collectives the same. elements: of the full array, as XLA may reshape it."""
+
+    scope: str
+    op: str
+    dtype: str
+    elements: int
+    axes: tuple[str, ...]
+
+    def text(self, count: int) -> str:
+        where = self.scope or "layer loop"
+        return f"{count} x {self.op} {self.dtype}[{self.elements}] over {','.join(self.axes) or '?'} in {where}"
+
+
+def check_bucket(measured: Measured, plan: Plan, layers: Mapping[str, int], backend: str) -> tuple[Check, ...]:
+    """All checks of one compiled bucket. layers: how many layers use each block instance."""
+    compiled = check_compiled(measured)
+    if measured.memory is None:
+        return (compiled,)
+    bucket = next(b for b in plan.buckets if b.name == measured.bucket)
+    return (
+        compiled,
+        *check_memory(measured.memory, plan, measured.bucket, backend),
+        check_donation(measured),
+        *check_collectives(measured.collectives, plan, bucket, layers, backend),
+    )
+
+
+def check_compiled(measured: Measured) -> Check:
+    """The compiler took the program; an HBM verdict comes with its numbers."""
+    if measured.outcome == "compiled":
+        times = f"{measured.compile_s:.1f} s wall, {measured.compile_cpu_s:.1f} s CPU"
+        return verdict("compiles", True, times, wall_s=measured.compile_s, cpu_s=measured.compile_cpu_s)
+    if measured.oom:
+        needed, available = measured.oom.needed, measured.oom.available
+        text = f"out of HBM: needs {size_text(needed)} of {size_text(available)} per device"
+        return verdict("compiles", False, text, needed_bytes=needed, available_bytes=available)
+    return verdict("compiles", False, measured.message.strip() or "the compiler gave no message")
+
+
+def check_memory(memory: Memory, plan: Plan, bucket: str, backend: str) -> tuple[Check, ...]:
+    """Arguments and total against the plan; total and reserve against the chip."""
+    planned = plan.memory.arguments_bytes
+    total = planned + plan.memory.temp_bytes[bucket]
+    if memory.total < JUDGED_BYTES:
+        text = f"program of {size_text(memory.total)} per device; judged from {size_text(JUDGED_BYTES)} on"
+        compared = (skipped("arguments", text), skipped("total memory", text))
+    else:
+        compared = (
+            _within("arguments", memory.argument, planned, ARGUMENT_TOLERANCE),
+            _within("total memory", memory.total, total, TOTAL_TOLERANCE),
+        )
+    if backend == "cpu":
+        return (*compared, skipped("fits", "host memory has no per-device limit"))
+    return (*compared, _fits(memory, plan))
+
+
+def check_donation(measured: Measured) -> Check:
+    """Every state array is updated in place, so alias bytes cover the whole state."""
+    assert measured.memory is not None
+    lost = [array.name for array in measured.state if not array.aliased]
+    state, alias = sum(array.bytes for array in measured.state), measured.memory.alias
+    # Alias bytes may exceed the state's: they include the chip's tile padding.
+    text = f"aliased {size_text(alias)}, state {size_text(state)}"
+    text += f"; not aliased: {', '.join(lost)}" if lost else f", {len(measured.state)} arrays"
+    return verdict("donation", not lost and alias >= state, text, alias_bytes=alias, state_bytes=state)
+
+
+def check_collectives(
+    found: Iterable[Collective], plan: Plan, bucket: BucketPlan, layers: Mapping[str, int], backend: str
+) -> tuple[Check, ...]:
+    """Collectives per step against the plan's: those of the layers, then those once per step."""
+    order = tuple(name for name, _ in plan.mesh.axes)
+    expected = _expected([c for c in plan.collectives if c.bucket == bucket.name], layers, order, backend)
+    counted, unknown = _found(found, layers)
+    if unknown:
+        names = ", ".join(f"{c.op} {c.name}" for c in unknown)
+        return (verdict("collectives", False, f"loops without a static trip count hold {names}"),)
+    left, extra = expected - counted, counted - expected
+    _settle_unscoped(left, extra)
+    rewritten = _take_rewritten(left, extra)
+    strict = bucket.tokens_per_rank >= JUDGED_TOKENS
+    parts = (
+        ("collectives per layer", tuple(sorted({*layers, ""})), strict),
+        ("collectives per step", (STEP,), False),
+    )
+    return tuple(
+        _judge(name, expected, *(_within_scopes(c, scopes) for c in (left, extra, rewritten)), scopes, strict)
+        for name, scopes, strict in parts
+    )
+
+
+def scope_of(collective: Collective, layers: Mapping[str, int]) -> str:
+    """Innermost block instance in the path of named scopes; "step" outside loops; "" when a loop hides it."""
+    named = [part for part in collective.op_name.split("/") if part in layers]
+    if named:
+        return named[-1]
+    return "" if collective.in_loop else STEP
+
+
+def _within(name: str, compiler: int, planned: int, tolerance: float) -> Check:
+    off = abs(planned - compiler) / compiler
+    text = f"plan {size_text(planned)}, compiler {size_text(compiler)}: {off:.2%} apart, bound {tolerance:.0%}"
+    return verdict(name, off <= tolerance, text, planned_bytes=planned, compiler_bytes=compiler, relative=off)
+
+
+def _fits(memory: Memory, plan: Plan) -> Check:
+    usable, reserve = plan.memory.usable_bytes, plan.memory.reserve_bytes
+    text = f"needs {size_text(memory.total)} + reserve {size_text(reserve)} of {size_text(usable)} per device"
+    numbers = {"needed_bytes": memory.total, "reserve_bytes": reserve, "usable_bytes": usable}
+    return verdict("fits", memory.total + reserve <= usable, text, **numbers)
+
+
+def _expected(
+    planned: Iterable[CollectivePlan], layers: Mapping[str, int], order: tuple[str, ...], backend: str
+) -> Counter[Key]:
+    counts: Counter[Key] = Counter()
+    for entry in planned:
+        dtype = "float32" if backend == "cpu" and entry.dtype in CPU_WIDENED else entry.dtype
+        axes = tuple(name for name in order if name in entry.axes)
+        key = Key(entry.scope, entry.op, dtype, math.prod(entry.shape), axes)
+        counts[key] += 1 if entry.scope == STEP else layers[entry.scope]
+    return counts
+
+
+def _found(found: Iterable[Collective], layers: Mapping[str, int]) -> tuple[Counter[Key], tuple[Collective, ...]]:
+    counts: Counter[Key] = Counter()
+    unknown = []
+    for c in found:
+        if c.count is None:
+            unknown.append(c)
+        else:
+            counts[Key(scope_of(c, layers), c.op, c.dtype, c.elements, c.axes)] += c.count
+    return counts, tuple(unknown)
+
+
+def _settle_unscoped(left: Counter[Key], extra: Counter[Key]) -> None:
+    """A collective that lost its scope name to an optimisation stands for one that is missing."""
+    for key in list(left):
+        bare = key._replace(scope="")
+        settled = min(left[key], extra[bare])
+        left[key] -= settled
+        extra[bare] -= settled
+
+
+def _take_rewritten(left: Counter[Key], extra: Counter[Key]) -> Counter[Key]:
+    """Missing gathers and scatters that XLA expresses as all-reduces of the full array; they leave both sides."""
+    taken: Counter[Key] = Counter()
+    for key in list(left):
+        for scope in (key.scope, ""):
+            other = key._replace(scope=scope, op="all-reduce")
+            if key.op in ("all-gather", "reduce-scatter") and (count := min(left[key], extra[other])):
+                left[key] -= count
+                extra[other] -= count
+                taken[key] += count
+    return taken
+
+
+def _within_scopes(counts: Counter[Key], scopes: tuple[str, ...]) -> Counter[Key]:
+    return Counter({key: count for key, count in counts.items() if key.scope in scopes and count})
+
+
+def _judge(
+    name: str,
+    expected: Counter[Key],
+    left: Counter[Key],
+    extra: Counter[Key],
+    rewritten: Counter[Key],
+    scopes: tuple[str, ...],
+    strict: bool,
+) -> Check:
+    planned = _within_scopes(expected, scopes)
+    notes = [f"missing {key.text(count)}" for key, count in left.items()]
+    notes += [f"unplanned {key.text(count)}" for key, count in extra.items()]
+    notes += [f"XLA made an all-reduce of {key.text(count)}" for key, count in rewritten.items()]
+    good = not left and not extra and not (strict and rewritten)
+    by_op: Counter[str] = Counter()
+    for key, count in planned.items():
+        by_op[key.op] += count
+    summary = ", ".join(f"{count} {op}" for op, count in sorted(by_op.items())) or "none"
+    text = f"as planned: {summary}" if not notes else f"planned: {summary}; " + "; ".join(notes)
+    numbers = {"planned": sum(planned.values()), "missing": sum(left.values()), "unplanned": sum(extra.values())}
+    return verdict(name, good, text, **numbers)

@@ -1,0 +1,127 @@
+"""An emitted program against a recorded reference (ref.npz) on the checkpoint it was recorded from.
+
+Keys: ids_a [2, n], logits_a, ids_b [1, m], logits_b (full forward passes, float32); gen_prompt [1, k]
+and gen [1, g] (greedy continuation); optionally logits_step [1, s, V] (prefill of STEP_PREFILL
+tokens of ids_b, then s single cached steps), else the rows of logits_b stand for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moec.runtime.generate import generate
+from moec.runtime.program import Program, load_program
+from moec.runtime.score import score
+from moec.runtime.weights import Progress, load_weights
+
+from ..problems import Problem, ProblemsError
+from . import chunks
+from .report import Check, Frozen, Section, Status, combine, verdict
+
+REQUIRED = ("ids_a", "logits_a", "ids_b", "logits_b", "gen_prompt", "gen")
+STEP_PREFILL = 20
+STEPS = 15
+TOLERANCE = 1e-4
+SEED = 0
+
+
+class Recorded(Frozen):
+    """Result of verify_recorded. max_abs_err: kind -> largest |logit difference|; greedy ids side by side."""
+
+    program: str
+    reference: str
+    tolerance: float
+    max_abs_err: dict[str, float]
+    greedy: tuple[int, ...]
+    greedy_wanted: tuple[int, ...]
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        logits = [
+            verdict(kind, err <= self.tolerance, f"max_abs_err {err:.3e}, tolerance {self.tolerance:.0e}", max_abs=err)
+            for kind, err in self.max_abs_err.items()
+        ]
+        same = sum(a == b for a, b in zip(self.greedy, self.greedy_wanted, strict=False))
+        text = f"{same} of {len(self.greedy_wanted)} ids equal"
+        return (*logits, verdict("greedy ids", self.greedy == self.greedy_wanted, text, equal=same))
+
+    @property
+    def status(self) -> Status:
+        return combine(check.status for check in self.checks)
+
+    def sections(self) -> tuple[Section, ...]:
+        """For report.render."""
+        return (Section(title=f"recorded reference {self.reference}: {self.program}", checks=self.checks),)
+
+
+def verify_recorded(
+    program_dir: Path,
+    weights_dir: Path,
+    reference: Path,
+    *,
+    tolerance: float = TOLERANCE,
+    devices: Sequence[Any] | None = None,
+    progress: Progress | None = None,
+) -> Recorded:
+    """Full prefill, ragged chunks, cached steps and greedy generation against the recording."""
+    arrays = read_reference(reference)
+    program = load_program(program_dir)
+    available = list(jax.devices() if devices is None else devices)
+    mesh = program.mesh(available[: int(np.prod([*program.MESH_AXES.values()]))])
+    weights = load_weights(program, mesh, weights_dir, progress)
+    errors = {
+        kind: _error(score(program, mesh, weights, ids, cuts), wanted)
+        for kind, (ids, cuts, wanted) in cases(program, arrays).items()
+    }
+    prompt, wanted = arrays["gen_prompt"][0].tolist(), arrays["gen"][0].tolist()
+    (completion,) = generate(program, mesh, weights, [prompt], max_tokens=len(wanted))
+    return Recorded(
+        program=program.NAME,
+        reference=str(reference),
+        tolerance=tolerance,
+        max_abs_err=errors,
+        greedy=completion.tokens,
+        greedy_wanted=tuple(wanted),
+    )
+
+
+Case = tuple[list[list[int]], list[list[int]], list[np.ndarray]]  # ids, chunks, wanted logits per sequence
+
+
+def cases(program: Program, arrays: Mapping[str, np.ndarray]) -> dict[str, Case]:
+    """Kind -> what to run and what it must give."""
+    found: dict[str, Case] = {}
+    for part in "ab":
+        ids, wanted = arrays[f"ids_{part}"].tolist(), list(arrays[f"logits_{part}"])
+        lengths, cap = [len(tokens) for tokens in ids], chunks.largest_chunk(program, len(ids))
+        found[f"full {part}"] = (ids, chunks.whole(lengths, cap), wanted)
+        found[f"ragged {part}"] = (ids, chunks.ragged(lengths, cap, SEED), wanted)
+    last = STEP_PREFILL + STEPS
+    ids, wanted = arrays["ids_b"][:, :last].tolist(), arrays["logits_b"][:, :last].copy()
+    if "logits_step" in arrays:
+        wanted[:, STEP_PREFILL:] = arrays["logits_step"]
+    found["cached steps"] = (ids, chunks.steps([last], chunks.largest_chunk(program, 1), STEPS), list(wanted))
+    return found
+
+
+def read_reference(path: Path) -> dict[str, np.ndarray]:
+    """The recording's arrays; a file that is none is a problem of the user's."""
+    try:
+        with np.load(path) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError) as error:
+        raise ProblemsError([Problem("", f"cannot read the reference {path}: {error}")]) from error
+    lacking = [name for name in REQUIRED if name not in arrays]
+    if lacking:
+        text = f"{path} lacks {', '.join(lacking)}"
+        raise ProblemsError([Problem("", text, hint=f"a recorded reference holds {', '.join(REQUIRED)}")])
+    return arrays
+
+
+def _error(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
+    """Largest |difference|; NaN counts as infinite."""
+    worst = np.max([np.abs(a.astype(np.float64) - b).max() for a, b in zip(got, wanted, strict=True)])
+    return float(worst) if np.isfinite(worst) else float("inf")

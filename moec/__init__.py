@@ -1,0 +1,1 @@
+"""moec: the model compiler for Mixture-of-Experts language models."""

@@ -1,0 +1,207 @@
+"""Hugging Face safetensors checkpoints: headers are read and checked at once, tensors lazily through memory maps.
+
+File layout (https://github.com/huggingface/safetensors, "Format"): uint64 header length N,
+N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets count from its start.
+A checkpoint is `model.safetensors`, or the shards that `model.safetensors.index.json` names,
+or every *.safetensors file of the folder.
+"""
+
+import json
+import math
+import mmap
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as its header declares it. start: byte offset in the file."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One opened file: its tensors and what is wrong with it."""
+
+    tensors: dict[str, Stored]
+    problems: tuple[str, ...]
+
+
+class Checkpoint:
+    """The tensors of one folder.
+
+    tensors: what the headers declare, by name. problems: everything wrong with the files, each
+    message starting with the tensor's or the file's name. absent: tensors that the index names
+    but no readable file holds, with the file. Raises CheckpointError only when there is
+    nothing to read at all.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError([f"{self.directory}: not a directory"])
+        weight_map, found = _index(self.directory)
+        files = sorted(set(weight_map.values())) if weight_map else _files(self.directory)
+        if not files and not found:
+            raise CheckpointError([f"{self.directory}: holds no *.safetensors file"])
+        shards = {file: _open(self.directory / file) for file in files}
+        found += [problem for shard in shards.values() for problem in shard.problems]
+        self.tensors, duplicates = _merge(shards)
+        self.absent = {name: file for name, file in weight_map.items() if name not in self.tensors}
+        found += duplicates + _misplaced(weight_map, self.tensors, shards)
+        self.problems = tuple(found)
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @cached_property
+    def prefixes(self) -> frozenset[str]:
+        """Every dotted beginning of a tensor name: "model", "model.layers", ..."""
+        words = (name.split(".") for name in self.tensors)
+        return frozenset(".".join(parts[:n]) for parts in words for n in range(1, len(parts)))
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of the stored bytes; pages are read as they are touched."""
+        stored = self.tensors[name]
+        if stored.file not in self._maps:
+            with stored.file.open("rb") as file:
+                self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        count = math.prod(stored.shape)
+        flat = np.frombuffer(self._maps[stored.file], stored.dtype, count, stored.start)
+        return flat.reshape(stored.shape)
+
+
+def _files(directory: Path) -> list[str]:
+    if (directory / SINGLE).is_file():
+        return [SINGLE]
+    return sorted(path.name for path in directory.glob("*.safetensors"))
+
+
+def _index(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """(tensor -> file, problems) of the index; both empty without one."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}, []
+    document, problem = _json(path.read_bytes(), INDEX)
+    if problem:
+        return {}, [problem]
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        return {}, [f'{INDEX}: "weight_map" must map tensor names to file names']
+    return weight_map, []
+
+
+def _json(text: bytes, where: str) -> tuple[dict[str, Any], str | None]:
+    """A JSON object, or the problem that keeps it from being one (a repeated key is one)."""
+    repeated: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        repeated.extend(key for key, count in Counter(key for key, _ in items).items() if count > 1)
+        return dict(items)
+
+    try:
+        document = json.loads(text, object_pairs_hook=pairs)
+    except ValueError as error:
+        return {}, f"{where}: unreadable JSON ({error})"
+    if repeated:
+        return {}, f"{where}: names {', '.join(repeated)} twice"
+    return (document, None) if isinstance(document, dict) else ({}, f"{where}: not a JSON object")
+
+
+def _open(path: Path) -> _Shard:
+    """Read and check one file's header."""
+    if not path.is_file():
+        return _Shard({}, (f"{path.name}: missing, {INDEX} names it",))
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            return _Shard({}, (f"{path.name}: truncated inside its header ({size} bytes)",))
+        header, problem = _json(file.read(length), f"{path.name}: header")
+    if problem:
+        return _Shard({}, (problem,))
+    tensors: dict[str, Stored] = {}
+    problems = [p for name, entry in header.items() if (p := _declare(name, entry, path, 8 + length, tensors))]
+    return _Shard(tensors, (*problems, *_truncated(tensors, path, size)))
+
+
+def _declare(name: str, entry: Any, path: Path, data: int, tensors: dict[str, Stored]) -> str | None:
+    """Add one header entry to `tensors`, or say what is wrong with it."""
+    if name == "__metadata__":
+        return None
+    try:
+        dtype_name, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        return f"{name}: broken header entry in {path.name}"
+    if dtype_name not in DTYPES:
+        return f"{name}: dtype {dtype_name} in {path.name} is not known (known: {', '.join(DTYPES)})"
+    stored = Stored(name, path, DTYPES[dtype_name], shape, data + begin)
+    if end - begin != stored.nbytes:
+        return f"{name}: header gives {end - begin} bytes, {dtype_name} {list(shape)} needs {stored.nbytes}"
+    tensors[name] = stored
+    return None
+
+
+def _truncated(tensors: dict[str, Stored], path: Path, size: int) -> list[str]:
+    """One problem per tensor that the file is too short to hold."""
+    return [
+        f"{t.name}: truncated, {path.name} ends at byte {size}, the tensor at byte {t.start + t.nbytes}"
+        for t in tensors.values()
+        if t.start + t.nbytes > size
+    ]
+
+
+def _merge(shards: dict[str, _Shard]) -> tuple[dict[str, Stored], list[str]]:
+    """All tensors by name, and the names that several files hold."""
+    holders = defaultdict(list)
+    for file, shard in shards.items():
+        for name in shard.tensors:
+            holders[name].append(file)
+    duplicates = [f"{name}: stored in {' and '.join(files)}" for name, files in holders.items() if len(files) > 1]
+    return {name: shards[files[0]].tensors[name] for name, files in holders.items()}, duplicates
+
+
+def _misplaced(weight_map: dict[str, str], tensors: dict[str, Stored], shards: dict[str, _Shard]) -> list[str]:
+    """Tensors that are not in the file the index gives for them, where that file could be read."""
+    found = []
+    for name, file in weight_map.items():
+        if not shards[file].tensors or name in shards[file].tensors:
+            continue
+        where = f"{tensors[name].file.name} holds it" if name in tensors else "no file holds it"
+        found.append(f"{name}: not in {file}, where {INDEX} places it ({where})")
+    return found

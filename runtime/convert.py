@@ -1,0 +1,112 @@
+"""From a stored tensor to a weight: the Source ops, block scales, and the shapes they imply. Numpy only.
+
+Legend: ops as blocks.core.array_info.Op; a block is (rows, columns) of a stored matrix that share one scale.
+"""
+
+import numpy as np
+
+from moec.blocks.core.array_info import Op
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FLOATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)
+
+
+def squeeze(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """A stored shape without its dims of size 1 where the rank differs from what is expected."""
+    return shape if len(shape) == rank else tuple(size for size in shape if size != 1)
+
+
+def apply_ops(array: np.ndarray, ops: tuple[Op, ...]) -> np.ndarray:
+    """The ops in order; slices, strides and transposes are views."""
+    for op in ops:
+        array = _apply(array, op)
+    return array
+
+
+def _apply(array: np.ndarray, op: Op) -> np.ndarray:
+    match op:
+        case ("slice", int(dim), int(start), int(stop)):
+            return array[_along(array, dim, slice(start, stop))]
+        case ("stride", int(dim), int(start), int(step)):
+            return array[_along(array, dim, slice(start, None, step))]
+        case ("transpose",):
+            return array.swapaxes(-1, -2)
+        case ("reshape", *dims):
+            return array.reshape([int(dim) for dim in dims])
+        case ("repeat", int(dim), int(size), int(times)):
+            return _repeat(array, dim % array.ndim, size, times)
+    raise AssertionError(f"unknown op {op}")
+
+
+def _along(array: np.ndarray, dim: int, part: slice) -> tuple[slice, ...]:
+    index = [slice(None)] * array.ndim
+    index[dim] = part
+    return tuple(index)
+
+
+def _repeat(array: np.ndarray, dim: int, size: int, times: int) -> np.ndarray:
+    """[.., n * size, ..] -> [.., n * times * size, ..], each run of `size` entries `times` times."""
+    shape = array.shape
+    runs = array.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
+    return runs.repeat(times, axis=dim).reshape(*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
+
+
+def stored_shape(wanted: tuple[int, ...], ops: tuple[Op, ...], extent: int) -> tuple[int, ...] | None:
+    """The stored shape that the ops turn into `wanted`; None when a reshape hides it.
+
+    extent: size of the stored dim that a slice cuts.
+    """
+    shape = list(wanted)
+    for op in reversed(ops):
+        match op:
+            case ("slice", int(dim), int(), int()):
+                shape[dim] = extent
+            case ("stride", int(dim), int(), int(step)):
+                shape[dim] *= step
+            case ("transpose",):
+                shape[-1], shape[-2] = shape[-2], shape[-1]
+            case ("repeat", int(dim), int(), int(times)):
+                shape[dim] //= times
+            case _:
+                return None
+    return tuple(shape)
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of the block scales of a stored [..., rows, columns]; ragged last blocks count."""
+    return (*shape[:-2], *(-(-size // edge) for size, edge in zip(shape[-2:], block, strict=True)))
+
+
+def scale_ops(ops: tuple[Op, ...], shape: tuple[int, ...], block: tuple[int, int]) -> tuple[Op, ...] | None:
+    """The same ops on the block scales of a stored `shape`; None when they cut through a block."""
+    edges: dict[int, int] = {-2: block[0], -1: block[1]}
+    found: list[Op] = []
+    for op in ops:
+        match op:
+            case ("slice", int(dim), int(start), int(stop)) if dim in edges:
+                edge, size = edges[dim], shape[dim]
+                if start % edge or (stop % edge and stop != size):
+                    return None
+                found.append(("slice", dim, start // edge, -(-stop // edge)))
+            case ("transpose",):
+                edges = {-2: edges[-1], -1: edges[-2]}
+                shape = (*shape[:-2], shape[-1], shape[-2])
+                found.append(op)
+            case _:
+                return None
+    return tuple(found)
+
+
+def dequantize(q: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """[..., rows, columns] float8 times the scale of its block, float32."""
+    rows, columns = q.shape[-2:]
+    full = scale.astype(np.float32).repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
+    return q.astype(np.float32) * full
+
+
+def copy_into(out: np.ndarray, value: np.ndarray) -> None:
+    """Write `value` into `out`, cast to its dtype. Equal dtypes are copied as bits, which numpy does faster."""
+    if out.dtype == value.dtype:
+        bits = np.dtype(f"u{out.dtype.itemsize}")
+        out, value = out.view(bits), value.view(bits)
+    np.copyto(out, value, casting="unsafe")

@@ -1,0 +1,145 @@
+"""Weights from a checkpoint straight to sharded arrays; the host never holds more than one layer of a stack.
+
+Every problem of the checkpoint is collected before the first tensor is read (resolve.py).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from moec.blocks.core.array_info import ArrayInfo, Op
+from moec.blocks.core.quant import quantize_on_host
+
+from .checkpoint import Checkpoint
+from .convert import FLOAT8, apply_ops, copy_into, dequantize, scale_ops, squeeze
+from .errors import CheckpointError
+from .placement import DeviceFill, HostFill, fill_of, sharding_of
+from .program import Program
+from .resolve import Path as TreePath
+from .resolve import Piece, Target, layer_shape, resolve, scale_path
+
+Progress = Callable[[str, int, int], None]  # (weight that was just loaded, bytes done, bytes in total)
+WHOLE_BYTES = 16 << 20  # stacks up to this size are built on the host: a compiled fill would cost more
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads stored tensors with their block scales."""
+
+    checkpoint: Checkpoint
+    suffix: str | None
+    block: tuple[int, int]
+
+    def values(self, name: str, rank: int) -> np.ndarray:
+        view = self.checkpoint.read(name)
+        return view.reshape(squeeze(view.shape, rank))
+
+    def scales(self, name: str, rank: int) -> np.ndarray | None:
+        """Block scales of a float8 tensor, None for other dtypes."""
+        if self.checkpoint.tensors[name].dtype.name not in FLOAT8:
+            return None
+        assert self.suffix is not None, name
+        return self.values(name + self.suffix, rank)
+
+
+def load_weights(
+    program: Program,
+    mesh: Mesh,
+    directory: str | Path,
+    progress: Progress | None = None,
+    *,
+    whole_bytes: int = WHOLE_BYTES,
+) -> dict[str, Any]:
+    """The program's weight tree on the mesh. Raises one CheckpointError that names every wrong tensor."""
+    checkpoint = Checkpoint(directory)
+    targets, problems = resolve(program, checkpoint)
+    if problems:
+        raise CheckpointError(problems)
+    reader = _Reader(checkpoint, program.SCALE_SUFFIX, program.SCALE_BLOCK or (1, 1))
+    total, done, tree = sum(_layer_bytes(t) * len(t.pieces) for t in targets), 0, dict[str, Any]()
+    for target in targets:
+        fills = _fills(program, mesh, target, whole_bytes)
+        for index, piece in enumerate(target.pieces):
+            _load_layer(reader, target, piece, [fill.layer(index) for fill in fills.values()])
+            for fill in fills.values():
+                fill.commit(index)
+            done += _layer_bytes(target)
+            if progress:
+                progress(target.label, done, total)
+        for path, fill in fills.items():
+            _insert(tree, path, fill.result())
+    return tree
+
+
+def _fills(program: Program, mesh: Mesh, target: Target, whole_bytes: int) -> dict[TreePath, HostFill | DeviceFill]:
+    """The target's fill and that of its block scales, by path."""
+    found = {target.path: fill_of(target.info, sharding_of(program, mesh, target.info), whole_bytes)}
+    if target.scale is not None:
+        sharding = sharding_of(program, mesh, target.scale)
+        found[scale_path(target.path)] = fill_of(target.scale, sharding, whole_bytes)
+    return found
+
+
+def _layer_bytes(target: Target) -> int:
+    return int(np.prod(layer_shape(target.info))) * np.dtype(target.info.dtype).itemsize
+
+
+def _insert(tree: dict[str, Any], path: TreePath, array: Array) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = array
+
+
+def _load_layer(reader: _Reader, target: Target, piece: Piece, out: list[np.ndarray]) -> None:
+    """Fill one layer's buffers: [values] or [float8 values, block scales]."""
+    rank = len(layer_shape(target.info)) - int(piece.per_expert)
+    for entry, values, scales in _parts(reader, piece, rank):
+        if target.scale is None:
+            copy_into(out[0][entry], apply_ops(_floats(reader, values, scales), piece.ops))
+        else:
+            q, scale = _float8(reader, values, scales, piece.ops, target.info)
+            copy_into(out[0][entry], q)
+            out[1][entry] = scale
+
+
+def _parts(reader: _Reader, piece: Piece, rank: int) -> Iterator[tuple[Any, np.ndarray, np.ndarray | None]]:
+    """(entry of the layer, stored values, their scales), one expert at a time so that temporaries stay small."""
+    if piece.per_expert:
+        for expert, name in enumerate(piece.tensors):
+            yield expert, reader.values(name, rank), reader.scales(name, rank)
+        return
+    (name,) = piece.tensors
+    values, scales = reader.values(name, rank), reader.scales(name, rank)
+    if rank != 3 or not _within_matrix(piece.ops):
+        yield ..., values, scales
+        return
+    for entry in range(values.shape[0]):
+        yield entry, values[entry], None if scales is None else scales[entry]
+
+
+def _within_matrix(ops: tuple[Op, ...]) -> bool:
+    """Whether the ops act on each matrix of a stack alone."""
+    return all(op[0] == "transpose" or (op[0] != "reshape" and op[1] in (-1, -2)) for op in ops)
+
+
+def _floats(reader: _Reader, values: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    return values if scales is None else dequantize(values, scales, reader.block)
+
+
+def _float8(
+    reader: _Reader, values: np.ndarray, scales: np.ndarray | None, ops: tuple[Op, ...], info: ArrayInfo
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float8 values, block scales): taken over as stored, or quantised blockwise from floats."""
+    if scales is not None and values.dtype == np.dtype(info.dtype):
+        on_scales = scale_ops(ops, values.shape, reader.block)
+        assert on_scales is not None  # resolve refuses cuts through a block
+        return apply_ops(values, ops), apply_ops(scales, on_scales)
+    return quantize_on_host(apply_ops(_floats(reader, values, scales), ops).astype(np.float32))
+
+
+__all__ = ["Checkpoint", "Progress", "load_weights"]

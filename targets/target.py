@@ -1,0 +1,242 @@
+"""Machines as data: one chip.yaml and one topologies.yaml per chip; every number says where it comes from.
+
+A `target` document is the keys of chip.yaml plus `topology`, the chosen entry of
+topologies.yaml. "Device" is what JAX calls a device: one core of a tpu7x chip (a chip has
+two), a whole v6e or v5p chip, one virtual CPU device. Numbers are per device unless their
+key says chip.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+HERE = Path(__file__).parent
+
+# published: vendor documentation. benchmark: a third party's published measurement.
+# compiler: asked of the compiler. fitted: from benchmark points in the same file.
+# inferred: follows from other numbers. assumption: nobody's number. override: from the command line.
+Kind = Literal["published", "benchmark", "compiler", "fitted", "inferred", "assumption", "override"]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Value(Frozen):
+    """One number with its origin; a bare number (an override) becomes one."""
+
+    value: float = Field(ge=0)
+    kind: Kind
+    source: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_number(cls, data: Any) -> Any:
+        if isinstance(data, int | float) and not isinstance(data, bool):
+            return {"value": data, "kind": "override", "source": "given by the user"}
+        return data
+
+
+class Curve(Frozen):
+    """Measured points (x, y) with x rising; a single point is a constant."""
+
+    points: tuple[tuple[float, float], ...] = Field(min_length=1)
+    kind: Kind
+    source: str
+
+    @field_validator("points")
+    @classmethod
+    def _rising(cls, points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        if any(a[0] >= b[0] for a, b in pairwise(points)):
+            raise ValueError("x must rise from point to point")
+        return points
+
+
+class ChipLink(Frozen):
+    """Links between chips: time = alpha + bytes a chip takes in / bandwidth.
+
+    gbps_per_link: one link, one way, as achieved. all_to_all_gbps_per_link: the same for
+    all-to-all. fit_points: (GB, GB/s per chip) of an all-gather over fit_links links per chip.
+    """
+
+    alpha_us: Value
+    gbps_per_link: Value
+    all_to_all_gbps_per_link: Value
+    fit_links: int = Field(default=0, ge=0)
+    fit_points: Curve | None = None
+
+
+class CoreLink(Frozen):
+    """The link between the devices of one chip: time = alpha + bytes exchanged / bandwidth (one way)."""
+
+    alpha_us: Value
+    gbps: Value
+
+
+class SparseCores(Frozen):
+    """Offload cores per device."""
+
+    num: Value
+    subcores: Value
+    lanes: Value
+    vmem_kib: Value
+
+
+class Tiling(Frozen):
+    """How arrays are padded in device memory: two dims in tiles of sublanes x lanes (1 x 1 = not at all)."""
+
+    sublanes: int = Field(gt=0)
+    lanes: int = Field(gt=0)
+    source: str
+
+
+class Dtypes(Frozen):
+    """Default dtypes. scaled_expert: experts whose checkpoint carries block scales."""
+
+    activation: str
+    weight: str
+    expert: str
+    scaled_expert: str
+    kv: str
+    state: str
+    conv: str
+
+
+class Serving(Frozen):
+    """Default step sizes. batched_tokens_per_device: tokens of a mixed step."""
+
+    page_size: int = Field(gt=0)
+    batched_tokens_per_device: int = Field(gt=0)
+    source: str
+
+
+class Topology(Frozen):
+    """One accepted arrangement of chips.
+
+    name: what users write. dims: chips per torus dim. ici_links: links of the least
+    connected chip; wraparound links count only where every dim is at least 4.
+    """
+
+    name: str
+    dims: tuple[int, ...] = Field(min_length=1)
+    num_chips: int = Field(gt=0)
+    num_devices: int = Field(gt=0)
+    num_hosts: int = Field(gt=0)
+    ici_links: int = Field(ge=0)
+    aliases: tuple[str, ...] = ()
+
+
+class Target(Frozen):
+    """A chip and how many of them, in which shape.
+
+    peak_tflops: dense matrix units by operand dtype; a dtype that is absent is not computed
+    natively. hbm_gib: what the compiler lets a program use; hbm_reserve_gib: what the
+    runtime keeps of that for itself. hbm_copy: (bytes, GB/s). gemm: (m = n = k, TFLOP/s).
+    layer_overhead_us: fixed cost of one layer that work terms do not show.
+    conflicts: where sources disagree, and which one these files follow.
+    """
+
+    chip: str
+    platform: Literal["cpu", "tpu"]
+    devices_per_chip: Value
+    hbm_gib: Value
+    hbm_reserve_gib: Value
+    hbm_nameplate_gib: Value
+    hbm_gbps: Value
+    hbm_copy: Curve
+    peak_tflops: dict[str, Value]
+    vector_tflops: Value
+    gemm: Curve
+    gemm_dtype: str
+    clock_ghz: Value | None = None
+    mxu_width: Value | None = None
+    vmem_mib: Value | None = None
+    sparse_cores: SparseCores | None = None
+    tiling: Tiling
+    ici: ChipLink
+    d2d: CoreLink | None = None
+    layer_overhead_us: Value
+    dtypes: Dtypes
+    serving: Serving
+    compile_options: dict[str, str | bool]
+    conflicts: tuple[str, ...] = ()
+    topology: Topology
+
+    @property
+    def name(self) -> str:
+        """What users write, e.g. "tpu7x:2x2x1"."""
+        return self.topology.name
+
+    @property
+    def num_devices(self) -> int:
+        return self.topology.num_devices
+
+    @property
+    def cores(self) -> int:
+        """Devices per chip."""
+        return int(self.devices_per_chip.value)
+
+    @property
+    def usable_bytes(self) -> int:
+        """HBM per device a program may use, before the runtime's reserve."""
+        return int(self.hbm_gib.value * 2**30)
+
+    @property
+    def reserve_bytes(self) -> int:
+        return int(self.hbm_reserve_gib.value * 2**30)
+
+    def matrix_dtypes(self) -> tuple[str, ...]:
+        """Operand dtypes the matrix units compute natively."""
+        return tuple(sorted(name for name, peak in self.peak_tflops.items() if peak.value > 0))
+
+
+def parse_name(name: str) -> tuple[str, str]:
+    """(chip, topology) of "tpu7x:2x2x1", of an alias ("tpu7x-8") or of a chip alone that has one ("cpu").
+
+    Raises ValueError that says which part is unknown and what would be accepted.
+    """
+    word = name.strip().lower()
+    chips = chip_names()
+    chip = next((c for c in chips if word == c or word.startswith((f"{c}:", f"{c}-"))), None)
+    if chip is None:
+        raise ValueError(f"unknown target '{name}': no such chip; chips: {', '.join(chips)}")
+    topologies = read_topologies(chip)
+    for key, entry in topologies.items():
+        if word in (f"{chip}:{key}", entry["name"], *entry.get("aliases", ())):
+            return chip, key
+    accepted = ", ".join(topologies)
+    raise ValueError(f"unknown target '{name}': {chip} has no such topology; write {chip}: and one of {accepted}")
+
+
+def target_names() -> tuple[str, ...]:
+    """Every target users may name, without aliases."""
+    return tuple(entry["name"] for chip in chip_names() for entry in read_topologies(chip).values())
+
+
+def chip_names() -> tuple[str, ...]:
+    """Chips with a data folder."""
+    return tuple(sorted(path.parent.name for path in HERE.glob("*/chip.yaml")))
+
+
+def read_topologies(chip: str) -> dict[str, Any]:
+    """topologies.yaml of a chip: topology -> its entry."""
+    return _read(HERE / chip / "topologies.yaml")
+
+
+def load_target(name: str) -> Target:
+    """The shipped target, without overrides (compiler/spec/load.py composes it with them)."""
+    chip, topology = parse_name(name)
+    return Target.model_validate({**_read(HERE / chip / "chip.yaml"), "topology": read_topologies(chip)[topology]})
+
+
+def with_overrides(target: Target, changes: Iterable[tuple[str, Any]]) -> Target:
+    """The target with top-level keys replaced."""
+    return Target.model_validate({**target.model_dump(), **dict(changes)})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,0 +1,99 @@
+"""verify_aot on a miniature program: it compiles, its state is donated, its collectives are counted and judged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.compiler.plan.plan import Plan
+from moec.compiler.verify import aot
+from moec.compiler.verify.aot import AotBucket, verify_aot
+
+pytestmark = pytest.mark.aot
+
+TOY = Path(__file__).parent / "toy"
+TOPOLOGY = "tpu7x:2x2x1"
+LAYERS = {"gqa": 3, "moe": 3}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("aot-cache")
+
+
+def compile_one(plan: Plan, bucket: str, cache_dir: Path, topology: str = TOPOLOGY) -> AotBucket:
+    report = verify_aot(TOY, plan, topology, layers=LAYERS, cache_dir=cache_dir, buckets=[bucket])
+    assert not report.reason
+    return report.buckets[0]
+
+
+def status(bucket: AotBucket) -> dict[str, str]:
+    return {check.name: check.status for check in bucket.checks}
+
+
+def detail(bucket: AotBucket, name: str) -> str:
+    return next(check.detail for check in bucket.checks if check.name == name)
+
+
+def test_collectives_and_donation_as_planned(toy_plan: Plan, cache: Path) -> None:
+    bucket = compile_one(toy_plan, "decode", cache)
+    assert set(status(bucket).values()) <= {"pass", "skipped"}, [c for c in bucket.checks if c.status == "fail"]
+    assert detail(bucket, "collectives per layer") == "as planned: 6 all-gather, 3 reduce-scatter"
+    assert [array.aliased for array in bucket.measured.state] == [True, True]
+    memory = bucket.measured.memory
+    assert memory is not None and memory.alias >= sum(array.bytes for array in bucket.measured.state)
+    offloaded = {c.thread for c in bucket.measured.collectives if c.in_loop}
+    assert offloaded == {"sparsecore"}
+
+
+def test_second_run_comes_from_the_cache(toy_plan: Plan, cache: Path) -> None:
+    first = compile_one(toy_plan, "decode", cache)
+    again = compile_one(toy_plan, "decode", cache)
+    assert again.measured.cached
+    assert again.measured.collectives == first.measured.collectives
+    assert again.measured.key == first.measured.key
+    assert json.loads(again.model_dump_json())["measured"]["cached"] is True
+
+
+def test_plan_with_other_collectives_fails(toy_plan: Plan, cache: Path) -> None:
+    """A plan that promises no routing gather, and an all-reduce instead of the scatter."""
+    kept = [c for c in toy_plan.collectives if c.what != "routing"]
+    changed = [c.model_copy(update={"op": "all-reduce"}) if c.op == "reduce-scatter" else c for c in kept]
+    plan = toy_plan.model_copy(update={"collectives": tuple(changed)})
+    bucket = compile_one(plan, "decode", cache)
+    assert status(bucket)["collectives per layer"] == "fail"
+    text = detail(bucket, "collectives per layer")
+    assert "unplanned 3 x all-gather int32[256] over data in moe" in text
+    assert "missing 3 x all-reduce bfloat16[32768] over data in moe" in text
+    assert status(bucket)["collectives per step"] == "pass"
+
+
+def test_rewritten_scatter_is_reported(toy_plan: Plan, cache: Path) -> None:
+    """At two tokens per rank XLA turns the reduce-scatter into an all-reduce: said, not failed."""
+    bucket = compile_one(toy_plan, "tiny", cache)
+    assert status(bucket)["collectives per layer"] == "pass"
+    assert "XLA made an all-reduce of 3 x reduce-scatter" in detail(bucket, "collectives per layer")
+
+
+def test_out_of_hbm_is_a_failed_check_with_numbers(toy_plan: Plan, cache: Path) -> None:
+    plan = toy_plan.model_copy(update={"pages_per_rank": 6_000_000})
+    bucket = compile_one(plan, "decode", cache)
+    assert bucket.measured.outcome == "oom"
+    assert bucket.measured.oom is not None
+    needed, available = bucket.measured.oom.needed, bucket.measured.oom.available
+    assert needed > 6_000_000 * 3 * 16 * 256 * 2 > available > 90 << 30
+    assert status(bucket) == {"compiles": "fail"}
+    assert max(b.bytes for b in bucket.measured.buffers) > available
+
+
+def test_wrong_topology_is_an_error(toy_plan: Plan, cache: Path) -> None:
+    bucket = compile_one(toy_plan, "decode", cache, "tpu7x:2x2x2")
+    assert bucket.measured.outcome == "error"
+    assert "on the 16 devices of tpu7x:2x2x2" in bucket.measured.message
+
+
+def test_crash_of_the_worker_is_an_error(toy_plan: Plan, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "WORKER", "moec.compiler.verify.no_such_worker")
+    bucket = compile_one(toy_plan, "decode", cache)
+    assert bucket.measured.outcome == "error"
+    assert "No module named" in bucket.measured.message

@@ -1,0 +1,34 @@
+"""What no file may say: paths and hosts of one machine, and model families where only blocks are known."""
+
+import re
+
+THIS_FILE = "tests/architecture/test_text.py"
+MACHINE = re.compile(
+    r"(?<![\w.])/(?:root|home|work|Users|opt|mnt)/"  # absolute paths of somebody's machine
+    r"|\b(?:10\.\d+|192\.168|172\.(?:1[6-9]|2\d|3[01]))\.\d+\.\d+\b"  # private addresses
+    r"|://[\w.-]*\.(?:internal|local|lan|corp|intranet)\b"
+    r"|--(?:extra-)?index-url|--trusted-host|--hash=",
+)
+BESIDE = "../shared"  # continuous integration alone may look beside the checkout
+FAMILIES = re.compile(
+    r"(?<![a-z])(qwen|mixtral|mistral|deepseek|kimi|glm|gpt.?oss|minimax|nemotron|granite|olmo|gemma|llama|ernie|phi.?moe"
+    r"|jamba|hunyuan|longcat|grok|dbrx)",
+    re.IGNORECASE,
+)
+URL = re.compile(r"https?://\S+")
+
+
+def test_no_machine_is_named(text_files: dict[str, str]) -> None:
+    found = [f"{p}: {m.group()}" for p, t in text_files.items() if p != THIS_FILE for m in MACHINE.finditer(t)]
+    assert not found
+
+
+def test_only_continuous_integration_looks_beside_the_checkout(text_files: dict[str, str]) -> None:
+    assert {p for p, t in text_files.items() if BESIDE in t} == {".ci/run", THIS_FILE}
+
+
+def test_compiler_and_blocks_name_no_model_family(text_files: dict[str, str]) -> None:
+    code = {p: URL.sub("", t) for p, t in text_files.items() if p.startswith(("compiler/", "blocks/"))}
+    found = [f"{p}: {m.group()}" for p, t in code.items() for m in FAMILIES.finditer(t)]
+    found += [p for p in code if FAMILIES.search(p)]
+    assert not found

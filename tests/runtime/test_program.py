@@ -1,0 +1,49 @@
+"""Importing emitted programs from any folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moec.runtime.errors import ProgramError
+from moec.runtime.program import load_program
+
+
+def test_an_unchanged_folder_is_imported_once(fake_folder: Callable[[int], Path]) -> None:
+    folder = fake_folder(1)
+    program = load_program(folder)
+    assert program.NAME == "fake"
+    assert load_program(str(folder)) is program
+    assert load_program(fake_folder(1)) is not program
+
+
+def test_a_rewritten_folder_is_imported_anew_and_left_clean(fake_folder: Callable[[int], Path]) -> None:
+    """Even within the same second and with the same size, where stale bytecode would pass for fresh."""
+    folder = fake_folder(1)
+    assert load_program(folder).VOCAB == 97
+    path = folder / "model.py"
+    path.write_text(path.read_text().replace("VOCAB = 97", "VOCAB = 89"))
+    assert load_program(folder).VOCAB == 89
+    path = folder / "weights.py"
+    path.write_text(path.read_text().replace("mtp.*", "ptm.*"))
+    assert load_program(folder).IGNORE == ("ptm.*",)
+    assert not list(folder.rglob("*.pyc"))
+
+
+def fails(folder: Path) -> str:
+    with pytest.raises(ProgramError) as caught:
+        load_program(folder)
+    return str(caught.value)
+
+
+def test_folders_that_are_no_program_say_why(fake_folder: Callable[[int], Path], tmp_path: Path) -> None:
+    assert fails(tmp_path / "none") == f"{tmp_path}/none: not an emitted program, it holds no model.py and no weights.py"
+    folder = fake_folder(1)
+    (folder / "weights.py").unlink()
+    assert fails(folder) == f"{folder}: not an emitted program, it holds no weights.py"
+    (folder / "weights.py").write_text("")
+    assert "model.py cannot be imported: cannot import name 'IGNORE'" in fails(folder)
+    (folder / "model.py").write_text("NAME = 'x'\n")
+    assert fails(folder).startswith(f"{folder}: not an emitted program, model.py defines no PLAN_DIGEST, MESH_AXES, RULES")
+    (folder / "model.py").write_text("NAME = = 'x'\n")
+    assert "model.py cannot be imported: invalid syntax" in fails(folder)
