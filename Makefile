@@ -21,8 +21,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## plan, emit and AOT-check a 397B model for TPU, then run a tiny one on this CPU
-	@BIN=$(BIN) PYTHON=$(BIN)/python sh docs/demo.sh
+BIG := qwen3.5-397b-a17b --target tpu7x-8 --workload decode_512x9216
+BIG_PROGRAM := generated/qwen3_5_397b_a17b/tpu7x_2x2x1/decode_512x9216
+TINY := tiny/qwen3_5_moe --target cpu
+TINY_WEIGHTS := tests/fixtures/oracles/qwen3_5_moe
+PROMPT := 154,95,250,227,152,103,166,228,70
+
+demo: $(STAMP) ## plan, emit and compile a 397B model for TPU, then run a tiny one on this CPU
+	$(BIN)/moec plan $(BIG)
+	$(BIN)/moec compile $(BIG)
+	$(BIN)/moec verify $(BIG_PROGRAM) --aot --bucket decode
+	$(BIN)/moec compile $(TINY)
+	$(BIN)/moec run $(TINY) --weights $(TINY_WEIGHTS) --ids $(PROMPT) --max-tokens 24
+	$(BIN)/moec verify $(TINY) --reference $(TINY_WEIGHTS)/ref.npz
 
 test: $(STAMP) ## the tests (at most 10 minutes on 2 cores; no network, no torch)
 	$(BIN)/python -m pytest -m "not slow and not aot"

@@ -7,11 +7,14 @@ that `moec check` starts without jax.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
+
+from moec.runtime.errors import InputError, fold
 
 from .commands.common import Parser, print_json
 from .problems import ProblemsError
@@ -78,8 +81,13 @@ def _run(module: Any, args: argparse.Namespace) -> int:
         if getattr(args, "json", False):
             print_json({"problems": [vars(problem) for problem in error.problems]})
         return EXIT_BAD_INPUT
+    except InputError as error:  # checkpoints, prompts, tokenizers
+        print("\n".join(f"error: {message}" for message in fold(error.messages)), file=sys.stderr)
+        if getattr(args, "json", False):
+            print_json({"problems": [{"text": message} for message in error.messages]})
+        return EXIT_BAD_INPUT
     except BrokenPipeError:  # `moec show graph | head`
-        sys.stdout = None  # type: ignore[assignment]  # nothing is left to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush has somewhere to go
         return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -10,10 +10,11 @@ import json
 import math
 import mmap
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -69,30 +70,30 @@ class Checkpoint:
 
     tensors: what the headers declare, by name. problems: everything wrong with the files, each
     message starting with the tensor's or the file's name. absent: tensors that the index names
-    but no readable file holds, with the file. Raises CheckpointError only when there is
-    nothing to read at all.
+    but no readable file holds, with the file. Raises CheckpointError when there is nothing to
+    read: no folder, no file, a broken index.
     """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError([f"{self.directory}: not a directory"])
-        weight_map, found = _index(self.directory)
-        files = sorted(set(weight_map.values())) if weight_map else _files(self.directory)
-        if not files and not found:
+        weight_map = _index(self.directory)
+        files = _files(self.directory) if weight_map is None else sorted(set(weight_map.values()))
+        if not files:
             raise CheckpointError([f"{self.directory}: holds no *.safetensors file"])
         shards = {file: _open(self.directory / file) for file in files}
-        found += [problem for shard in shards.values() for problem in shard.problems]
+        found = [problem for shard in shards.values() for problem in shard.problems]
         self.tensors, duplicates = _merge(shards)
-        self.absent = {name: file for name, file in weight_map.items() if name not in self.tensors}
-        found += duplicates + _misplaced(weight_map, self.tensors, shards)
+        self.absent = {name: file for name, file in (weight_map or {}).items() if name not in self.tensors}
+        found += duplicates + _misplaced(weight_map or {}, self.tensors, shards, named(found))
         self.problems = tuple(found)
         self._maps: dict[Path, mmap.mmap] = {}
 
     @cached_property
     def prefixes(self) -> frozenset[str]:
-        """Every dotted beginning of a tensor name: "model", "model.layers", ..."""
-        words = (name.split(".") for name in self.tensors)
+        """Every dotted beginning of a tensor that is or should be there: "model", "model.layers", ..."""
+        words = (name.split(".") for name in (*self.tensors, *self.absent))
         return frozenset(".".join(parts[:n]) for parts in words for n in range(1, len(parts)))
 
     def read(self, name: str) -> np.ndarray:
@@ -112,18 +113,18 @@ def _files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*.safetensors"))
 
 
-def _index(directory: Path) -> tuple[dict[str, str], list[str]]:
-    """(tensor -> file, problems) of the index; both empty without one."""
+def _index(directory: Path) -> dict[str, str] | None:
+    """Tensor -> file of the index, None without one. A broken index leaves nothing to read."""
     path = directory / INDEX
     if not path.is_file():
-        return {}, []
+        return None
     document, problem = _json(path.read_bytes(), INDEX)
-    if problem:
-        return {}, [problem]
     weight_map = document.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        return {}, [f'{INDEX}: "weight_map" must map tensor names to file names']
-    return weight_map, []
+    if problem is None and not (isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())):
+        problem = f'{INDEX}: "weight_map" must map tensor names to file names'
+    if problem:
+        raise CheckpointError([problem])
+    return cast(dict[str, str], weight_map)
 
 
 def _json(text: bytes, where: str) -> tuple[dict[str, Any], str | None]:
@@ -196,11 +197,18 @@ def _merge(shards: dict[str, _Shard]) -> tuple[dict[str, Stored], list[str]]:
     return {name: shards[files[0]].tensors[name] for name, files in holders.items()}, duplicates
 
 
-def _misplaced(weight_map: dict[str, str], tensors: dict[str, Stored], shards: dict[str, _Shard]) -> list[str]:
-    """Tensors that are not in the file the index gives for them, where that file could be read."""
+def named(problems: Iterable[str]) -> set[str]:
+    """The tensors and files that some messages are about."""
+    return {problem.partition(": ")[0] for problem in problems}
+
+
+def _misplaced(
+    weight_map: dict[str, str], tensors: dict[str, Stored], shards: dict[str, _Shard], known: set[str]
+) -> list[str]:
+    """Tensors that are not in the file the index gives for them, unless a `known` problem says why."""
     found = []
     for name, file in weight_map.items():
-        if not shards[file].tensors or name in shards[file].tensors:
+        if name in shards[file].tensors or not known.isdisjoint((name, file)):
             continue
         where = f"{tensors[name].file.name} holds it" if name in tensors else "no file holds it"
         found.append(f"{name}: not in {file}, where {INDEX} places it ({where})")

@@ -1,5 +1,6 @@
 """Arrays on the devices: shardings from logical axes, zeros made in place, stacks filled layer by layer."""
 
+import gc
 from functools import partial
 
 import jax
@@ -34,23 +35,35 @@ def _set_layer(stack: Array, layer: Array, index: Array, sharding: NamedSharding
     return lax.with_sharding_constraint(lax.dynamic_update_index_in_dim(stack, layer, index, 0), sharding)
 
 
+def drop_host_buffers() -> None:
+    """Have jax drop its references to host buffers whose arrays are gone or sent.
+
+    It does so in a callback of Python's garbage collector only: without this the next buffer
+    would be made while the last one is still alive.
+    """
+    gc.collect(0)
+
+
 class HostFill:
     """Builds a small array on the host and sends it whole."""
 
     def __init__(self, info: ArrayInfo, sharding: NamedSharding):
-        self._host = np.empty(info.shape, jnp.dtype(info.dtype))
+        self._host: np.ndarray | None = np.empty(info.shape, jnp.dtype(info.dtype))
         self._sharding = sharding
         self._stacked = bool(info.layers)
 
     def layer(self, index: int) -> np.ndarray:
         """The buffer of one layer, to be filled."""
+        assert self._host is not None
         return self._host[index] if self._stacked else self._host
 
     def commit(self, index: int) -> None:
         """Layer `index` is filled."""
 
     def result(self) -> Array:
-        return jax.device_put(self._host, self._sharding)
+        array, self._host = jax.device_put(self._host, self._sharding).block_until_ready(), None
+        drop_host_buffers()
+        return array
 
 
 class DeviceFill:
@@ -71,10 +84,10 @@ class DeviceFill:
 
     def commit(self, index: int) -> None:
         """Send the buffer and forget it once the devices have it, so that the host holds one layer."""
-        layer = jax.device_put(self._host, self._layer_sharding)
-        self._stack = _set_layer(self._stack, layer, np.int32(index), self._sharding)
-        self._stack.block_until_ready()
-        self._host = None
+        layer, self._host = jax.device_put(self._host, self._layer_sharding), None
+        self._stack = _set_layer(self._stack, layer, np.int32(index), self._sharding).block_until_ready()
+        del layer
+        drop_host_buffers()
 
     def result(self) -> Array:
         return self._stack

@@ -8,7 +8,7 @@ from typing import Any
 
 from moec.blocks.core.array_info import ArrayInfo, Op, Source
 
-from .checkpoint import INDEX, Checkpoint, Stored
+from .checkpoint import INDEX, Checkpoint, Stored, named
 from .convert import FLOAT8, FLOATS, scale_ops, scale_shape, squeeze, stored_shape
 from .program import Program
 
@@ -78,7 +78,8 @@ def resolve(program: Program, checkpoint: Checkpoint) -> tuple[tuple[Target, ...
         if info.scale_of is None:
             known |= {name for piece in _alternatives(info) for name in piece.tensors}
             targets.append(_target(path, info, leaves.get(scale_path(path)), checkpoint, lost))
-    problems = [*checkpoint.problems, *_named_once(lost, checkpoint.problems)]
+    told = named(checkpoint.problems)
+    problems = [*checkpoint.problems, *(message for name, message in lost.items() if name not in told)]
     problems += [f"{t.label}: the program names no checkpoint tensor for it" for t in targets if not t.info.sources]
     problems += _tensor_problems(program, targets, checkpoint)
     return tuple(targets), problems + _surplus(program, checkpoint, known)
@@ -115,10 +116,11 @@ def _target(
 def _closest(options: list[Piece], checkpoint: Checkpoint) -> tuple[str, ...]:
     """The missing tensors of the alternative that the checkpoint comes closest to having."""
 
-    def distance(names: tuple[str, ...], total: int) -> tuple[float, int]:
+    def distance(names: tuple[str, ...], total: int) -> tuple[float, float, int]:
         words = names[0].split(".")
         matched = sum(".".join(words[:n]) in checkpoint.prefixes for n in range(1, len(words)))
-        return len(names) / total, len(words) - matched
+        unheard = sum(name not in checkpoint.absent for name in names)
+        return unheard / total, len(names) / total, len(words) - matched
 
     lacking = [tuple(name for name in p.tensors if name not in checkpoint.tensors) for p in options]
     best = min(range(len(options)), key=lambda i: distance(lacking[i], len(options[i].tensors)))
@@ -127,12 +129,6 @@ def _closest(options: list[Piece], checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _whence(name: str, checkpoint: Checkpoint) -> str:
     return f" ({INDEX} places it in {checkpoint.absent[name]})" if name in checkpoint.absent else ""
-
-
-def _named_once(lost: dict[str, str], problems: Iterable[str]) -> list[str]:
-    """The messages about tensors that no earlier problem names."""
-    named = {problem.partition(":")[0] for problem in problems}
-    return [message for name, message in lost.items() if name not in named]
 
 
 def _tensor_problems(program: Program, targets: list[Target], checkpoint: Checkpoint) -> list[str]:

@@ -3,7 +3,9 @@
 Every problem of the checkpoint is collected before the first tensor is read (resolve.py).
 """
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from .resolve import Path as TreePath
 from .resolve import Piece, Target, layer_shape, resolve, scale_path
 
 Progress = Callable[[str, int, int], None]  # (weight that was just loaded, bytes done, bytes in total)
+MAX_THREADS = 32  # that copy and convert one layer's experts
 WHOLE_BYTES = 16 << 20  # stacks up to this size are built on the host: a compiled fill would cost more
 
 
@@ -62,17 +65,18 @@ def load_weights(
         raise CheckpointError(problems)
     reader = _Reader(checkpoint, program.SCALE_SUFFIX, program.SCALE_BLOCK or (1, 1))
     total, done, tree = sum(_layer_bytes(t) * len(t.pieces) for t in targets), 0, dict[str, Any]()
-    for target in targets:
-        fills = _fills(program, mesh, target, whole_bytes)
-        for index, piece in enumerate(target.pieces):
-            _load_layer(reader, target, piece, [fill.layer(index) for fill in fills.values()])
-            for fill in fills.values():
-                fill.commit(index)
-            done += _layer_bytes(target)
-            if progress:
-                progress(target.label, done, total)
-        for path, fill in fills.items():
-            _insert(tree, path, fill.result())
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        for target in targets:
+            fills = _fills(program, mesh, target, whole_bytes)
+            for index, piece in enumerate(target.pieces):
+                _load_layer(reader, pool, target, piece, [fill.layer(index) for fill in fills.values()])
+                for fill in fills.values():
+                    fill.commit(index)
+                done += _layer_bytes(target)
+                if progress:
+                    progress(target.label, done, total)
+            for path, fill in fills.items():
+                _insert(tree, path, fill.result())
     return tree
 
 
@@ -95,16 +99,21 @@ def _insert(tree: dict[str, Any], path: TreePath, array: Array) -> None:
     tree[path[-1]] = array
 
 
-def _load_layer(reader: _Reader, target: Target, piece: Piece, out: list[np.ndarray]) -> None:
-    """Fill one layer's buffers: [values] or [float8 values, block scales]."""
+def _load_layer(reader: _Reader, pool: Executor, target: Target, piece: Piece, out: list[np.ndarray]) -> None:
+    """Fill one layer's buffers: [values] or [float8 values, block scales]; experts side by side."""
     rank = len(layer_shape(target.info)) - int(piece.per_expert)
-    for entry, values, scales in _parts(reader, piece, rank):
+
+    def load(part: tuple[Any, np.ndarray, np.ndarray | None]) -> None:
+        entry, values, scales = part
         if target.scale is None:
             copy_into(out[0][entry], apply_ops(_floats(reader, values, scales), piece.ops))
         else:
             q, scale = _float8(reader, values, scales, piece.ops, target.info)
             copy_into(out[0][entry], q)
             out[1][entry] = scale
+
+    for _ in pool.map(load, _parts(reader, piece, rank)):
+        pass
 
 
 def _parts(reader: _Reader, piece: Piece, rank: int) -> Iterator[tuple[Any, np.ndarray, np.ndarray | None]]:

@@ -18,6 +18,7 @@ from ..core.declare import (
     SlotState,
     Variant,
     Weight,
+    divisors,
 )
 
 
@@ -62,12 +63,11 @@ def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
     """Head counts must divide; rope must fit in the head."""
     problems = []
     if fields.num_q_heads % fields.num_kv_heads:
-        divisors = [n for n in range(1, fields.num_q_heads + 1) if fields.num_q_heads % n == 0]
         problems.append(
             FieldProblem(
                 ("num_kv_heads",),
                 f"{fields.num_q_heads} query heads cannot share {fields.num_kv_heads} key/value heads evenly",
-                f"valid: {', '.join(map(str, divisors))}",
+                f"valid: {', '.join(map(str, divisors(fields.num_q_heads)))}",
             )
         )
     if fields.rope and (fields.rope.dim > fields.head_dim or fields.rope.dim % 2):

@@ -21,8 +21,7 @@ from ..core.rope import rope
 # Tokens per prefill work item: with N/G heads per group the matmuls have 128*N/G rows, while
 # the float32 accumulator stays at a few MiB.
 _ATTN_BLOCK = 128
-# Cached keys per step of a prefill work item. At least two pages: XLA turns a gather of one into
-# a slice, and then re-lays the whole pool out as the matmul would like the page.
+# Cached keys per step of a prefill work item: the scores of a block stay within a few MiB.
 _ATTN_PREFILL_KEYS = 512
 # Below any real score, and exp(_ATTN_MASKED - real) is exactly 0. Not -inf: (-inf) - (-inf) is NaN.
 _ATTN_MASKED = -1e30
@@ -136,6 +135,21 @@ def _attn_add(state: _AttnState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, 
     return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + values
 
 
+def _attn_read(kv_pool: Array, pages_SP: Array, cached_S: Array, step: Array, span: int) -> tuple[Array, Array]:
+    """Pages step*span ... of every row: cache rows [S, K, C] and which of them hold cached tokens [S, K].
+
+    Pages past a row's end are read from the pool's first page. S*span must be at least 2: XLA
+    turns a gather of one page into a slice, and then lays the whole pool out as the matmul
+    would like that page. The barrier keeps it from narrowing the whole pool instead of the page.
+    """
+    (S, P), (_, page_size, C) = pages_SP.shape, kv_pool.shape
+    assert S * span > 1
+    index_X = step * span + jnp.arange(span)
+    pages_SX = jnp.where(index_X * page_size < cached_S[:, None], pages_SP[:, jnp.minimum(index_X, P - 1)], 0)
+    kv_SKC = lax.optimization_barrier(kv_pool[pages_SX].reshape(S, span * page_size, C))
+    return kv_SKC, step * span * page_size + jnp.arange(span * page_size) < cached_S[:, None]
+
+
 def _attn_decode(
     q_TGMH: Array, new_TC: Array, kv_pool: Array, pages_SP: Array, batch: Batch, rows: Rows, *, scale: float
 ) -> Array:
@@ -150,16 +164,15 @@ def _attn_decode(
     cached_S = jnp.where(is_decode_S, rows.start[:S], 0)
     q_SGMH = q_TGMH[:S]
 
-    def add_page(p: Array, state: _AttnState) -> _AttnState:
-        first = p * page_size
-        # Rows that ended read the sink instead of their (possibly unset) table entry.
-        page_S = jnp.where(first < cached_S, pages_SP[:S, p], 0)
-        seen_S1K = (first + jnp.arange(page_size) < cached_S[:, None])[:, None]
-        return _attn_add(state, q_SGMH, kv_pool[page_S], seen_S1K, scale)
+    span = 2 if S == 1 else 1  # pages of a row per step (see _attn_read)
+
+    def add_pages(step: Array, state: _AttnState) -> _AttnState:
+        kv_SKC, seen_SK = _attn_read(kv_pool, pages_SP[:S], cached_S, step, span)
+        return _attn_add(state, q_SGMH, kv_SKC, seen_SK[:, None], scale)
 
     own = _attn_add(_attn_start(S, G, M, H), q_SGMH, new_TC[:S, None], jnp.ones((S, 1, 1), bool), scale)
-    num_steps = (cached_S.max() + page_size - 1) // page_size
-    _, total, acc = lax.fori_loop(0, num_steps, add_page, own)
+    num_steps = (cached_S.max() + span * page_size - 1) // (span * page_size)
+    _, total, acc = lax.fori_loop(0, num_steps, add_pages, own)
     out_SGMH = jnp.where(is_decode_S[:, None, None, None], acc / total[..., None], 0)
     return jnp.pad(out_SGMH.astype(q_TGMH.dtype), ((0, T - S), (0, 0), (0, 0), (0, 0)))
 
@@ -223,7 +236,7 @@ def _attn_block(
     """
     (B, G, M, H), page_size = q_BGMH.shape, kv_pool.shape[1]
     q_1GMH = q_BGMH.transpose(1, 0, 2, 3).reshape(1, G, B * M, H)
-    token_B, span = jnp.arange(B), max(_ATTN_PREFILL_KEYS // page_size, 2)
+    token_B, span = jnp.arange(B), max(_ATTN_PREFILL_KEYS // page_size, 2)  # pages per step (see _attn_read)
 
     def add_own(j: Array, state: _AttnState) -> _AttnState:
         kv_1BC = lax.dynamic_slice_in_dim(new_TC, first + j * B, B)[None]
@@ -231,11 +244,9 @@ def _attn_block(
         seen_BB = (key_B <= query_B[:, None]) & (key_B < q_len)
         return _attn_add(state, q_1GMH, kv_1BC, jnp.repeat(seen_BB, M, axis=0)[None], scale)
 
-    def add_pages(p: Array, state: _AttnState) -> _AttnState:
-        pages = pages_P[jnp.minimum(p * span + jnp.arange(span), pages_P.shape[0] - 1)]
-        kv_1KC = kv_pool[pages].reshape(1, span * page_size, -1)
-        seen_K = p * span * page_size + jnp.arange(span * page_size) < start
-        return _attn_add(state, q_1GMH, kv_1KC, seen_K[None, None], scale)
+    def add_pages(step: Array, state: _AttnState) -> _AttnState:
+        kv_1KC, seen_1K = _attn_read(kv_pool, pages_P[None], start[None], step, span)
+        return _attn_add(state, q_1GMH, kv_1KC, seen_1K[:, None], scale)
 
     # The diagonal block first: there every query sees a key (itself).
     state = add_own(index, _attn_start(1, G, B * M, H))

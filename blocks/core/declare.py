@@ -3,10 +3,11 @@
 Pure data, no jax and no chip: `moec check` and `moec plan` read only this.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 # The plan gives each role a dtype.
 #   linear: projections; expert: routed expert matrices; embed/head: vocabulary matrices;
@@ -32,14 +33,14 @@ AXIS_ROLES: dict[str, Literal["attention_dp", "attention_tp", "expert_ep", "expe
 class BlockFields(BaseModel):
     """Base of every block's declared fields: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class NormFields(BlockFields):
     """A norm as the spec declares it; blocks/core/norm.py computes it."""
 
     kind: Literal["rms"] = "rms"
-    eps: float = 1e-6
+    eps: float = Field(default=1e-6, gt=0)
     zero_centered: bool = False
 
 
@@ -47,7 +48,7 @@ class NormOverride(BlockFields):
     """What one norm changes of the model's default norm; null = as the default."""
 
     kind: Literal["rms"] | None = None
-    eps: float | None = None
+    eps: float | None = Field(default=None, gt=0)
     zero_centered: bool | None = None
 
     def resolve(self, default: NormFields) -> NormFields:
@@ -133,6 +134,12 @@ class Variant:
     backends: tuple[str, ...]
     note: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All positive divisors, ascending; for hints."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return (*low, *(number // n for n in reversed(low) if n * n != number))
 
 
 class Block(Protocol):

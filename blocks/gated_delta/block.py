@@ -17,6 +17,7 @@ from ..core.declare import (
     SlotState,
     Variant,
     Weight,
+    divisors,
 )
 
 
@@ -61,12 +62,11 @@ def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
     """Value heads must be a multiple of query/key heads."""
     if fields.num_v_heads % fields.num_qk_heads == 0:
         return []
-    divisors = [n for n in range(1, fields.num_v_heads + 1) if fields.num_v_heads % n == 0]
     return [
         FieldProblem(
             ("num_qk_heads",),
             f"{fields.num_v_heads} value heads cannot share {fields.num_qk_heads} query/key heads evenly",
-            f"valid: {', '.join(map(str, divisors))}",
+            f"valid: {', '.join(map(str, divisors(fields.num_v_heads)))}",
         )
     ]
 

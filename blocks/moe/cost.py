@@ -68,7 +68,7 @@ def _experts(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     return (
         Gemm("experts", rows, inner, hidden, act, dtype, 2 * blocks),
         Gemm("experts", rows, hidden, inner, act, dtype, blocks),
-        Stream("experts", moved, rows * hidden * itemsize(act)),
+        Stream("experts", moved, moved),  # part of the blocks' products, no pieces of its own
     )
 
 

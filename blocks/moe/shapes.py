@@ -1,15 +1,11 @@
-"""Named shapes at which the MoE variants are tested and measured.
-
-Full sizes are one expert-parallel rank's share, to compile ahead of time; the others run
-on a CPU in a test.
-"""
+"""Named shapes at which the MoE variants are tested and measured."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """tokens that reach this rank, its local experts of num_experts, and matrix sizes."""
+    """tokens that reach a rank, its local experts of num_experts, matrix sizes, rows per block."""
 
     tokens: int
     hidden: int
@@ -21,11 +17,18 @@ class MoeShape:
     block_rows: int
 
 
-MOE_SHAPES: dict[str, MoeShape] = {
+# Small enough for the float32 reference on a CPU.
+TEST_SHAPES: dict[str, MoeShape] = {
     "one_token": MoeShape(1, 32, 16, 8, 8, 2, 2, 1),
     "odd": MoeShape(13, 32, 24, 8, 8, 3, 2, 4),
-    "ragged_blocks": MoeShape(7, 256, 160, 16, 16, 3, 2, 4),
-    "few_per_block": MoeShape(40, 32, 24, 4, 4, 1, 2, 64),
-    "decode_full": MoeShape(512, 4096, 1024, 512, 64, 10, 60, 64),
-    "mixed_full": MoeShape(8192, 4096, 1024, 512, 64, 10, 60, 128),
+    "one_of_two_ranks": MoeShape(13, 32, 24, 8, 4, 3, 2, 4),
+    "ragged_scale_blocks": MoeShape(7, 192, 160, 6, 6, 3, 2, 4),
+    "experts_share_no_block": MoeShape(40, 32, 24, 4, 4, 1, 2, 64),
+    "many_blocks": MoeShape(61, 32, 16, 3, 3, 2, 2, 2),
+}
+
+# One rank's share of a 397B model at EP8, for ahead-of-time compilation.
+FULL_SHAPES: dict[str, MoeShape] = {
+    "decode": MoeShape(512, 4096, 1024, 512, 64, 10, 60, 64),
+    "mixed": MoeShape(8192, 4096, 1024, 512, 64, 10, 60, 128),
 }

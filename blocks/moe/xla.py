@@ -76,9 +76,7 @@ def _moe_blocks(start_E: Array, num_assignments: int, block_rows: int) -> tuple[
     return jnp.stack([expert_N, begin_N + block_N * block_rows, end_N], axis=1), ends_E[-1]
 
 
-def _moe_expert(
-    stack: Array, scale_E: Array | None, layer: Array | int, expert: Array, dtype: DTypeLike
-) -> Array:
+def _moe_expert(stack: Array, scale_E: Array | None, layer: Array | int, expert: Array, dtype: DTypeLike) -> Array:
     """One expert's matrix out of the stack [L, E, ...], as `dtype`.
 
     One slice by (layer, expert): slicing the layer first would copy all its experts.

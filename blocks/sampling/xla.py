@@ -10,7 +10,6 @@ the vocabulary takes a pass per comparison stage.
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..core.batch import Sampling
 
@@ -128,7 +127,6 @@ def sample(logits_SV: Array, sampling: Sampling, position_S: Array) -> tuple[Arr
         start = jnp.minimum(n * rows, num_rows - rows)
         args = (tokens_S, logits_SV, sampling, position_S)
         mine, *args = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, rows), args)
-        args[0] = with_layout_constraint(args[0], Layout((0, 1)))
         hot = args[1].temperature > 0
         mine = lax.cond(jnp.any(hot), lambda: jnp.where(hot, _sampling_draw(*args), mine), lambda: mine)
         return lax.dynamic_update_slice_in_dim(tokens_S, mine, start, axis=0)

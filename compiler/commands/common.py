@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich.console import Console
+
 from ..problems import Problem, ProblemsError
+
+WIDTH = 120
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +26,11 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+
+
+def console() -> Console:
+    """stdout for tables; where it is no terminal, wide enough for them."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
 def print_json(document: Any) -> None:

@@ -7,8 +7,8 @@ a MODEL checks every program under generated/ (or -o DIR)."""
 import argparse
 from pathlib import Path
 
-from ..emit.emit import check, emit, program_dir, write_files
-from ..emit.standalone import standalone_files
+from ..emit.emit import check, emit
+from ..emit.package import program_dir
 from ..plan.choose import make_plan
 from .common import add_target, add_words, add_workload, fail, log, one_name, program_folder, required
 from .programs import load_request, read_plan, same_request
@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Emit, or look for drift."""
-    if args.check and args.standalone:
-        fail("--check and --standalone do not go together", "standalone output is a copy: write it anew")
     if args.check and not args.words:
         return _check_all(args.out or GENERATED)
     model, overrides = one_name(args.words)
@@ -44,13 +42,9 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(request)
     folder = args.out or program_dir(GENERATED, plan)
     if args.check:
-        return _report(check(request.graph, plan, folder), f"{folder}: no drift")
+        return _report(check(request.graph, plan, folder, standalone=args.standalone), f"{folder}: no drift")
     _refuse_foreign(folder)
-    if args.standalone:
-        written = write_files(standalone_files(request.graph, plan), folder)
-    else:
-        written = emit(request.graph, plan, folder)
-    for path in written:
+    for path in emit(request.graph, plan, folder, standalone=args.standalone):
         log(f"wrote {path}")
     print(folder)
     return 0

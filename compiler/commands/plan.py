@@ -5,11 +5,9 @@ reason. Estimates are computed from published numbers, never measured."""
 
 import argparse
 
-from rich.console import Console
-
 from ..plan.choose import make_plan
 from ..plan.report import render_plan
-from .common import add_json, add_target, add_words, add_workload, one_name, required
+from .common import add_json, add_target, add_words, add_workload, console, one_name, required
 from .programs import load_request
 
 USAGE = "moec plan MODEL --target TARGET --workload NAME [--json] [key=value ...]"
@@ -35,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(plan.model_dump_json(indent=1))
     else:
-        render_plan(plan, Console())
+        render_plan(plan, console())
     return 0

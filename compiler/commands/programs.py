@@ -1,10 +1,16 @@
 """From what the user named to an emitted program: a folder as it is, or a model emitted into the cache."""
 
+import os
 import sys
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
+from typing import Any
 
-from ..emit.emit import emit, program_dir
+from moec.targets.target import load_target
+
+from ..emit.emit import emit
+from ..emit.package import program_dir
 from ..plan.choose import make_plan
 from ..plan.plan import Plan
 from ..spec.files import list_models
@@ -13,7 +19,9 @@ from ..spec.schema import Request
 from .common import fail, log, one_name, program_folder, use_cpu_devices
 
 CACHE = Path(".moec_cache")  # like the caches of other developer tools, in the working directory
+TPU_NODES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # device files of TPU chips on Linux
 DEFAULT_WORKLOAD = "default"
+DEFAULT_CONTEXT = 128  # positions per sequence of that workload
 
 
 @dataclass(frozen=True)
@@ -25,22 +33,39 @@ class Emitted:
     request: Request | None
 
 
-def find_program(words: list[str], target: str | None, workload: str | None, *, extra: tuple[str, ...] = ()) -> Emitted:
-    """The program of `MODEL|DIR [key=value ...]`; extra: overrides that the user's own come after."""
+def find_program(words: list[str], target: str | None, workload: str | None, *, positions: int = 0) -> Emitted:
+    """The program of `MODEL|DIR [key=value ...]`.
+
+    positions: what a sequence will need; the default workload grows to it.
+    """
     name, overrides = one_name(words, "MODEL or DIR")
     folder = program_folder(name)
     if folder is None:
+        extra = () if workload else _context_override(overrides, positions)
         return emit_cached(load_request(name, target or visible_target(), workload, (*extra, *overrides)))
-    if target or workload or overrides:
-        fail(
-            f"{folder} is an emitted program: its target, workload and plan are fixed", "name the MODEL to change them"
-        )
-    return Emitted(folder, read_plan(folder), None)
+    plan = read_plan(folder)
+    if workload or overrides or (target and not _names_target(target, plan)):
+        fail(f"{folder} is an emitted program for {plan.target}, its plan is fixed", "name the MODEL to change it")
+    return Emitted(folder, plan, None)
+
+
+def _context_override(overrides: tuple[str, ...], positions: int) -> tuple[str, ...]:
+    """max_context as the next power of two, so that not every prompt length is another program."""
+    if positions <= DEFAULT_CONTEXT or any(word.startswith("workload.max_context=") for word in overrides):
+        return ()
+    return (f"workload.max_context={1 << (positions - 1).bit_length()}",)
+
+
+def _names_target(target: str, plan: Plan) -> bool:
+    try:
+        return load_target(target).name == plan.target
+    except ValueError:
+        return False
 
 
 def load_request(model: str, target: str | None, workload: str | None, overrides: tuple[str, ...]) -> Request:
     """The request; a workload that nobody named is the default one."""
-    return load(model, target=target, workload=workload or DEFAULT_WORKLOAD, overrides=overrides)
+    return load(model_named(model), target=target, workload=workload or DEFAULT_WORKLOAD, overrides=overrides)
 
 
 def emit_cached(request: Request) -> Emitted:
@@ -63,10 +88,10 @@ def same_request(plan: Plan) -> Request:
 
 
 def model_named(name: str) -> str:
-    """The shipped model a plan's model name stands for: plans hold the spec's own name, files may lie deeper."""
-    shipped = list_models()
-    found = [model for model in shipped if model.replace("/", "_") == name.replace("/", "_")]
-    return found[0] if found and name not in shipped else name
+    """The shipped model that a name stands for: plans hold the spec's own name, which has _ for the folder's /."""
+    if Path(name).is_file() or name in (shipped := list_models()):
+        return name
+    return next((model for model in shipped if model.replace("/", "_") == name), name)
 
 
 def prepare_devices(plan: Plan) -> None:
@@ -75,7 +100,16 @@ def prepare_devices(plan: Plan) -> None:
         use_cpu_devices(plan.mesh.num_devices)
 
 
-def take_devices(plan: Plan) -> list:
+def virtual_devices(count: int) -> list[Any]:
+    """`count` virtual CPU devices, made now unless jax was imported before."""
+    if "jax" not in sys.modules:
+        use_cpu_devices(count)
+    import jax
+
+    return jax.devices("cpu")[:count]
+
+
+def take_devices(plan: Plan) -> list[Any]:
     """The devices the program runs on; a machine without them is bad input."""
     import jax
 
@@ -88,6 +122,8 @@ def take_devices(plan: Plan) -> list:
 
 def visible_target() -> str:
     """The target that the visible devices are; chips must be named, because their topology cannot be seen."""
+    if not any(glob(nodes) for nodes in TPU_NODES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu would search the network for a TPU
     import jax
 
     devices = jax.devices()

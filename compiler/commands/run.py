@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import add_json, add_target, add_words, add_workload, fail, log, print_json, split_words
+from .common import add_json, add_target, add_words, add_workload, fail, log, print_json
 from .programs import Emitted, find_program, prepare_devices, take_devices
 from .progress import Printer, load_with_progress
 
@@ -28,7 +28,6 @@ examples:
   moec run my_model.yaml --target cpu --weights CHECKPOINT_DIR --prompt "Once upon a time" --prompt "The end"
   moec run generated/my_model/cpu_8/default --weights CHECKPOINT_DIR --ids 5,6,7 --max-tokens 24
 """
-SMALLEST_CONTEXT = 128  # what the default workload is made for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Compile if needed, load, generate, print."""
     tokenizer = _tokenizer(args)
     prompts = _prompts(args, tokenizer)
-    extra = _context_override(args, max(map(len, prompts)) + args.max_tokens)
-    emitted = find_program(args.words, args.target, args.workload, extra=extra)
+    positions = max(map(len, prompts)) + args.max_tokens
+    emitted = find_program(args.words, args.target, args.workload, positions=positions)
     prepare_devices(emitted.plan)
     completions, seconds = _generate(args, emitted, prompts, tokenizer)
     total = sum(len(c.tokens) for c in completions)
@@ -87,15 +86,6 @@ def _parse_ids(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         fail(f"--ids {text!r} is not a list of token ids", "write --ids 1,2,3")
-
-
-def _context_override(args: argparse.Namespace, positions: int) -> tuple[str, ...]:
-    """The default workload grows to the prompts; a workload that the user chose is kept."""
-    names, overrides = split_words(args.words)
-    chosen = args.workload or any(word.startswith("workload.") for word in overrides)
-    if chosen or positions <= SMALLEST_CONTEXT or Path(names[0] if names else "").is_dir():
-        return ()
-    return (f"workload.max_context={1 << (positions - 1).bit_length()}",)
 
 
 def _generate(

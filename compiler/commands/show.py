@@ -62,7 +62,7 @@ def _plan(request: Request) -> str:
 
 
 def _program(request: Request) -> str:
-    from ..emit.emit import program_files
+    from ..emit.package import program_files
     from ..plan.choose import make_plan
 
     return program_files(request.graph, make_plan(request))["model.py"]

@@ -36,7 +36,7 @@ def regenerate_command(plan: Plan) -> str:
 
 def header(plan: Plan) -> tuple[str, ...]:
     """First lines of every emitted file: where it came from and how to make it again."""
-    digests = ", ".join(f"{name} {value}" for name, value in plan.digests.items())
+    digests = ", ".join(f"{name} {value[:16]}" for name, value in plan.digests.items())
     return (
         f"Emitted by moec; do not edit. Regenerate: {regenerate_command(plan)}",
         f"Digests: {digests}, plan {plan_digest(plan)}",

@@ -140,6 +140,8 @@ def _body(title: str, source: str, tree: ast.Module, external: set[str]) -> str:
     drop: set[int] = set()
     for index, node in enumerate(tree.body):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and _is_internal(node) and any(alias.asname for alias in node.names):
+            raise ValueError(f"{title}: `{ast.unparse(node)}`: spliced modules cannot rename what they import")
         if is_import and not _is_internal(node):
             external.add(ast.unparse(node))
         is_doc = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -1,7 +1,7 @@
 """Checks at the graph's border: the checkpoint table against the weights, and the graph's own invariants."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from moec.blocks.core.declare import Weight
 
@@ -19,17 +19,23 @@ _TABLE: KeyPath = ("model", "checkpoint", "tensors")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-def check_table(table: Checkpoint, graph: Graph) -> list[Finding]:
-    """Every line names known weights and fits them; every weight has a line."""
+def check_table(table: Checkpoint, graph: Graph, unused: Collection[str] = ()) -> list[Finding]:
+    """Every line names known weights and fits them; every weight has a line.
+
+    unused: declared blocks no layer uses; that was said, so lines for them are passed over.
+    """
     weights = {table_key(graph, key): weight for key, weight in all_weights(graph).items()}
     findings: list[Finding] = []
     if not table.prefix and any("{prefix}" in name for name in (*table.tensors, *table.ignore)):
         findings.append(Finding(_TABLE[:-1], "patterns use {prefix}, but there is no 'prefix'", "prefix: [model.]"))
     for pattern, rule in table.tensors.items():
-        findings += _check_line(pattern, rule, weights)
+        if not any(into.partition(".")[0] in unused for into in rule_targets(rule)[0]):
+            findings += _check_line(pattern, rule, weights)
     given = {into for rule in table.tensors.values() for into in rule_targets(rule)[0]}
     missing = [key for key in weights if key not in given]
-    return findings + [Finding(_TABLE, f"no tensor gives the weight '{key}'") for key in missing]
+    if missing:
+        findings.append(Finding(_TABLE, f"no tensor gives {', '.join(missing)}"))
+    return findings
 
 
 def _check_line(pattern: str, rule: TensorRule, weights: dict[str, Weight]) -> Iterator[Finding]:
@@ -43,10 +49,14 @@ def _check_line(pattern: str, rule: TensorRule, weights: dict[str, Weight]) -> I
     into, op = rule_targets(rule)
     if op != "whole" and len(into) < 2:
         yield Finding((*path, op), f"{op} needs two or more weights, got {len(into)}")
+        return
     unknown = [index for index, name in enumerate(into) if name not in weights]
     for index in unknown:
         place = (*path, "into") if op == "whole" else (*path, op, index)
-        yield Finding(place, f"no weight is called '{into[index]}'", closest(into[index], weights))
+        if into[index] == "head.w":
+            yield Finding(place, "there is no 'head.w': the head is tied to embed.table", "put the tensor under ignore")
+        else:
+            yield Finding(place, f"no weight is called '{into[index]}'", closest(into[index], weights))
     if not unknown:
         yield from _check_fit(path, into, op, weights)
         yield from _check_placeholders(pattern, into, weights)

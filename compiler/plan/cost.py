@@ -8,7 +8,7 @@ layer run one after the other: no overlap is assumed. All results are prediction
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise, product
 from math import log
 
@@ -56,13 +56,14 @@ class Machine:
         return cls(target, monotone(speeds), monotone(shares))
 
     def memory_seconds(self, num_bytes: float, chunk_bytes: float) -> float:
-        """HBM traffic in pieces; below the smallest measured piece a piece takes as long as that one."""
+        """HBM traffic in pieces; one below the smallest measured takes that one's latency and streams at full speed."""
         if not num_bytes:
             return 0.0
-        smallest, speed = self.bandwidth[0]
-        if chunk_bytes < smallest and len(self.bandwidth) > 1:
-            return num_bytes / (speed * chunk_bytes / smallest)
-        return num_bytes / interpolate(self.bandwidth, chunk_bytes)
+        (smallest, speed), (_, full_speed) = self.bandwidth[0], self.bandwidth[-1]
+        if chunk_bytes >= smallest:
+            return num_bytes / interpolate(self.bandwidth, chunk_bytes)
+        latency = smallest / speed - smallest / full_speed
+        return num_bytes / chunk_bytes * latency + num_bytes / full_speed
 
     def matrix_seconds(self, gemms: Iterable[Gemm]) -> float:
         """Matrix products of one operator, each as efficient as a cube of the same flops."""
@@ -171,7 +172,7 @@ class StepCost:
 
     ops: tuple[OpCost, ...]
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return sum(op.total for op in self.ops)
 

@@ -29,32 +29,35 @@ Shape = tuple[int, ...]
 DtypeOf = Callable[[BlockInst | None, str, Weight], str]
 
 
-@cache
 def padded_bytes(shape: Shape, dtype: str, tiling: Tiling) -> int:
-    """Bytes of an array in device memory.
+    """Bytes of an array in device memory; see _padded."""
+    return _padded(shape, itemsize(dtype), tiling.sublanes, tiling.lanes)
+
+
+@cache
+def _padded(shape: Shape, size: int, sublanes: int, lanes: int) -> int:
+    """Bytes of values of `size` bytes each.
 
     The compiler orders dims so that padding is least: one dim in lanes, one in sublanes (fewer
     rows than a tile take a smaller tile), the others unpadded. One-dimensional arrays come in
     tiles of 128 to 1024 values.
     """
-    size = itemsize(dtype)
-    if tiling.lanes == 1:
+    if lanes == 1:
         return prod(shape) * size
     if len(shape) == 1:
-        tile = min(max(_power_of_two(shape[0]), tiling.lanes), tiling.lanes * tiling.sublanes)
+        tile = min(max(_power_of_two(shape[0]), lanes), lanes * sublanes)
         return _round_up(shape[0], tile) * size
     whole = prod(shape)
     least = min(
-        whole // (rows * lanes) * _round_up(lanes, tiling.lanes) * _padded_rows(rows, size, tiling)
-        for rows, lanes in permutations(shape, 2)
+        whole // (rows * columns) * _round_up(columns, lanes) * _padded_rows(rows, size, sublanes)
+        for rows, columns in permutations(shape, 2)
     )
     return least * size
 
 
-def _padded_rows(rows: int, size: int, tiling: Tiling) -> int:
+def _padded_rows(rows: int, size: int, sublanes: int) -> int:
     """Rows are packed in 32-bit words: at least 4 // size of them."""
-    tile = min(max(_power_of_two(rows), 4 // size), tiling.sublanes)
-    return _round_up(rows, tile)
+    return _round_up(rows, min(max(_power_of_two(rows), 4 // size), sublanes))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -93,11 +96,15 @@ def role_dtypes(dtypes: Dtypes) -> DtypeOf:
     return lambda inst, key, weight: dtypes.of(weight.role)
 
 
-def weight_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
-    """Every weight array of the emitted program on one device."""
+def vocabulary_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
+    """Embedding, head and final norm on one device."""
     for key, weight in model_weights(graph).items():
         shape = local_shape(None, weight.shape, weight.axes, degrees)
         yield LocalArray(key.partition(".")[0], shape, dtypes.of(weight.role))
+
+
+def layer_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
+    """Every weight array of the layers on one device, as the emitted program stacks them."""
     for group in graph.groups:
         for layer in group.layers:
             for weight in residual_weights(graph).values():
@@ -208,7 +215,7 @@ def memory_plan(
     weights: dict[str, int],
     model: TempModel,
 ) -> MemoryPlan:
-    """Bytes per device. weights: component_bytes of weight_arrays, which do not depend on the batch."""
+    """Bytes per device. weights: component_bytes of vocabulary_arrays and layer_arrays; they do not depend on the batch."""
     load = next(iter(loads.values()))
     state = component_bytes(state_arrays(graph, load.degrees, load.dtypes, steps), target.tiling)
     batch = component_bytes(batch_arrays(steps, steps.mixed_tokens), target.tiling)

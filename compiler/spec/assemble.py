@@ -53,20 +53,24 @@ def assemble(
 def _graph(parsed: Parsed, findings: list[Finding]) -> tuple[Graph | None, list[Finding]]:
     """The graph and what is wrong with the checkpoint table, when layers and blocks are sound enough."""
     spec = parsed.spec
-    if spec is None or {"layers", "checkpoint"} & parsed.poisoned or set(parsed.declared) - set(spec.blocks):
+    if spec is None or {"layers", "blocks", "checkpoint"} & parsed.poisoned or set(parsed.declared) - set(spec.blocks):
         return None, []
     if any(one.path[:2] == ("model", "layers") for one in findings):
         return None, []
+    # A block with a field left out has other weights than its author meant.
+    if any(one.path[:2] == ("model", "blocks") and not one.at_key for one in parsed.findings):
+        return None, []
     graph = build(spec)
-    return graph, check_table(spec.checkpoint, graph) if spec.checkpoint else []
+    unused = set(spec.blocks) - {inst.base for inst in graph.blocks().values()}
+    return graph, check_table(spec.checkpoint, graph, unused) if spec.checkpoint else []
 
 
 def _digests(document: Mapping[str, Any], usable: set[str], overrides: Sequence[str]) -> dict[str, str]:
-    """sha256 of each root as composed."""
+    """sha256 of each root as composed; order counts, because alternatives in a table are tried in order."""
     parts = {"spec": "model", "target": "target", "workload": "workload"}
     found = {name: _sha256(document[root]) for name, root in parts.items() if root in usable}
     return {**found, "overrides": _sha256(list(overrides))}
 
 
 def _sha256(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()

@@ -8,7 +8,7 @@ from moec.targets.target import parse_name, target_names
 
 from ..problems import Problem
 from .marks import Document, KeyPath, read_document
-from .suggest import closest, listing
+from .suggest import closest
 
 _PACKAGE = Path(moec.__file__).parent
 MODELS = _PACKAGE / "specs" / "models"
@@ -37,7 +37,7 @@ class Inputs:
 
 
 def list_models() -> list[str]:
-    """Names of the shipped models, e.g. "tiny/mixtral"."""
+    """Names of the shipped models, with their folder, e.g. "tiny/NAME"."""
     return _names(MODELS)
 
 
@@ -75,12 +75,12 @@ def _read_named(inputs: Inputs, root: str, name: str, directory: Path) -> None:
         inputs.add(root, read_document(path, root, show_path(path)))
         return
     if name.endswith(_SUFFIXES) or Path(name).is_dir():
-        problem = Problem(root, f"there is no file '{name}'")
+        near = closest(name.removesuffix(".yaml"), _names(directory))
+        hint = near if near.startswith("did you mean") else ""
+        problem = Problem(root, f"there is no file '{name}'", hint, COMMAND_LINE)
     else:
-        known = _names(directory)
-        hint = closest(name, known)
-        hint = hint if hint.startswith("valid") else f"{hint} {listing(known)}"
-        problem = Problem(root, f"unknown {root} '{name}'", f"{hint}; or the path of a YAML file")
+        hint = f"{closest(name, _names(directory))}; or the path of a YAML file"
+        problem = Problem(root, f"unknown {root} '{name}'", hint, COMMAND_LINE)
     inputs.problems.append(problem)
 
 
@@ -94,9 +94,12 @@ def _file_of(name: str, directory: Path) -> Path | None:
 
 
 def show_path(path: Path) -> str:
-    """The path as messages show it: relative to the working directory where that is shorter."""
+    """The path as messages show it: inside the working directory or the package, relative to that."""
     full, here = path.resolve(), Path.cwd()
-    return full.relative_to(here).as_posix() if full.is_relative_to(here) else path.as_posix()
+    if full.is_relative_to(here):
+        return full.relative_to(here).as_posix()
+    inside = path.is_relative_to(_PACKAGE)
+    return path.relative_to(_PACKAGE.parent).as_posix() if inside else path.as_posix()
 
 
 def _read_target(inputs: Inputs, name: str) -> None:
@@ -105,7 +108,8 @@ def _read_target(inputs: Inputs, name: str) -> None:
         chip, topology = parse_name(name)
     except ValueError as error:
         near = closest(name, list_targets())
-        inputs.problems.append(Problem("target", str(error), near if near.startswith("did you mean") else ""))
+        hint = near if near.startswith("did you mean") else ""
+        inputs.problems.append(Problem("target", str(error), hint, COMMAND_LINE))
         return
     document = _data_document(chip, "chip.yaml", "target")
     table = _data_document(chip, "topologies.yaml", "topologies")

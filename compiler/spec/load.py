@@ -28,8 +28,8 @@ from .locate import Locator, interpolated_path
 from .marks import KeyPath, dotted, texts, under, walk
 from .overrides import ROOTS, Change, check_changes
 from .schema import Request
-from .suggest import closest
-from .validate import Finding
+from .suggest import closest_path
+from .validate import Finding, spread_sugar
 
 _UNREADABLE = "(unreadable)"
 
@@ -42,6 +42,7 @@ def load(
     documents = inputs.documents
     poisoned = {path for document in documents.values() for path in document.poisoned} | inputs.unusable()
     data = {root: copy.deepcopy(documents[root].data) if root in documents else {} for root in ROOTS}
+    data["model"] = spread_sugar(data["model"])  # so that overrides can reach what the shorthand stands for
     findings = _unparsable(data, poisoned)
 
     changes, problems = _parse_overrides(overrides)
@@ -55,7 +56,7 @@ def load(
     resolved: Any = OmegaConf.to_container(config, resolve=True)
     poisoned |= {path for path, text in texts(resolved) if _UNREADABLE in text}
     request, wrong = assemble(resolved, {*documents, "plan"} - {str(path[0]) for path in inputs.unusable()}, overrides)
-    findings += [one for one in wrong if not under(one.path, poisoned)]
+    findings += [one for one in wrong if one.about_form or not under(one.path, poisoned)]
     problems = [*inputs.problems, *problems, *more, *failed, *map(locator.problem, findings)]
     if problems or request is None:
         raise ProblemsError(_in_order(problems, [document.file for document in documents.values()]))
@@ -124,7 +125,9 @@ def _unparsable(data: dict[str, Any], poisoned: set[KeyPath]) -> list[Finding]:
         try:
             OmegaConf.create({"value": text})
         except GrammarParseError as error:
-            findings.append(Finding(path, f"bad interpolation '{text}': {first_line(error)}", "${model.hidden_size}"))
+            findings.append(
+                Finding(path, f"bad interpolation '{text}': {first_line(error)}", "e.g. ${model.hidden_size}")
+            )
             _put(data, path, _UNREADABLE)
             poisoned.add(path)
     return findings
@@ -156,8 +159,11 @@ def _resolve(config: Any, path: KeyPath) -> None:
 def _near_source(text: str, path: KeyPath, document: Any) -> str:
     """The nearest path an interpolation could have meant."""
     source = interpolated_path(text, path)
-    near = closest(dotted(source), (dotted(known) for known, _ in walk(document))) if source else ""
-    return near if near.startswith("did you mean") else "a key is named from its root: ${model.hidden_size}"
+    known = [dotted(one) for one, _ in walk(document)]
+    if source and dotted(source) in known:
+        return ""
+    near = closest_path(dotted(source), known) if source else None
+    return f"did you mean '${{{near}}}'?" if near else "a key is named from its root, e.g. ${model.hidden_size}"
 
 
 def _compose(data: Mapping[str, Any], good: list[tuple[KeyPath, Change]]) -> tuple[DictConfig, list[Problem]]:

@@ -37,6 +37,10 @@ class Locator:
             if path[: len(prefix)] == prefix:
                 return Mark(COMMAND_LINE, 0, number)
         document = self.documents.get(str(path[0])) if path else None
+        written = document is not None and path in document.values
+        for prefix, number in reversed(self.arguments):
+            if not written and prefix[: len(path)] == path:  # the override brought the path into being
+                return Mark(COMMAND_LINE, 0, number)
         if document is None:
             return None
         for length in range(len(path), 0, -1):

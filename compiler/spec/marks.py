@@ -5,6 +5,7 @@ would silently turn into something else (`3:1` into 181, `on` into true, `010` i
 is a problem, not a value.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -178,8 +179,8 @@ class _Reader:
             return False
         meant = _read_as(node)
         text = f"plain {what} {node.value} is ambiguous: YAML 1.1 reads it as {_READ_AS[kind]} {meant}"
-        better = f"write {meant}" if kind != "timestamp" else "quote it"
-        self._problem(node, path, text, f"{better}, or quote it if you mean the text '{node.value}'")
+        better = f"write {meant}, or " if kind != "timestamp" else ""
+        self._problem(node, path, text, f"{better}quote it if you mean the text '{node.value}'")
         return True
 
     def _poison(self, node: yaml.Node, path: KeyPath, text: str, hint: str = "") -> None:
@@ -203,7 +204,7 @@ def _plain_value(text: str) -> Any:
     if _INT.match(text):
         return int(text)
     # "1e5" and "1.0" are numbers; "010" is neither an int nor, with digits only, a float.
-    if _FLOAT.match(text) and not text.lstrip("+-").isdigit():
+    if _FLOAT.match(text) and not text.lstrip("+-").isdigit() and math.isfinite(float(text)):
         return float(text)
     return text
 

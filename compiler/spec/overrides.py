@@ -11,7 +11,7 @@ from ..problems import Problem
 from .files import COMMAND_LINE
 from .marks import KeyPath, dotted, under
 from .schema import ModelSpec, PlanPins, Workload
-from .suggest import all_paths, children, closest, step, unknown_key
+from .suggest import all_paths, children, closest, closest_path, listing, step, unknown_key
 from .validate import shown
 
 ROOTS = ("model", "target", "workload", "plan")
@@ -72,7 +72,9 @@ def _check(
     root = str(path[0])
     if root not in ROOTS:
         paths = [one for name in ROOTS for one in (name, *all_paths(types[name], data.get(name), (name,)))]
-        return f"unknown override '{change.key}': no root is called '{root}'", closest(change.key, paths)
+        near = closest_path(change.key, paths)
+        hint = f"did you mean '{near}'?" if near else listing(ROOTS)
+        return f"unknown override '{change.key}': no root is called '{root}'", hint
     if len(path) == 1 and not isinstance(change.value, Mapping):
         return f"'{root}' as a whole cannot be overridden", f"override keys below it: {root}.KEY=VALUE"
     if root not in present:
@@ -116,11 +118,8 @@ def _near(path: KeyPath, wrong: int, data: Mapping[str, Any], kind: Any) -> str:
     if near.startswith("did you mean"):
         fixed = dotted((*path[:wrong], near.split("'")[1], *path[wrong + 1 :]))
         return f"did you mean '{fixed}'?" if fixed in paths else near
-    return closest(dotted(path), paths) if not siblings else _either(closest(dotted(path), paths), near)
-
-
-def _either(first: str, second: str) -> str:
-    return first if first.startswith("did you mean") else second
+    far = closest_path(dotted(path), paths)
+    return f"did you mean '{far}'?" if far else near
 
 
 def _apply(data: dict[str, Any], path: KeyPath, change: Change) -> None:

@@ -26,6 +26,9 @@ Float = Literal["float32", "bfloat16"]
 FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
+_PATTERN = "[gdn, gdn, gdn, gqa] or [{mixer: gdn, ffn: moe, repeat: 3}, {mixer: gqa, ffn: moe}]"
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -57,7 +60,7 @@ class LayerGroup(Frozen):
     """`repeat` times the pattern. An entry that is only a name means {mixer: name}."""
 
     repeat: Positive = 1
-    pattern: Annotated[tuple[LayerEntry, ...], Field(strict=False, min_length=1)]
+    pattern: Annotated[tuple[LayerEntry, ...], Field(strict=False, min_length=1, examples=[_PATTERN])]
     ffn: str | None = None
 
     @property

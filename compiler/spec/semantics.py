@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from pydantic import ValidationError
 
-from moec.blocks.core.declare import BlockFields, ModelDims
+from moec.blocks.core.declare import BlockFields, HeadCut, ModelDims, divisors
 from moec.blocks.registry import BLOCKS
 
 from ..graph.build import override_fields
@@ -17,6 +17,7 @@ from .suggest import closest, listing
 from .validate import Finding, Parsed, error_findings
 
 _MODEL = ("model",)
+MAX_LAYERS = 10_000  # far above any model; a slip of the pen must not fill the memory
 
 
 def check_model(parsed: Parsed) -> list[Finding]:
@@ -29,12 +30,11 @@ def check_model(parsed: Parsed) -> list[Finding]:
     for name, fields in spec.blocks.items():
         if name in parsed.declared:
             findings += _check_block(fields, dims, (*_MODEL, "blocks", name))
-    if "layers" not in parsed.poisoned:
+    if not {"layers", "blocks"} & parsed.poisoned:
         for path, group, entry in entries(spec):
             findings += _check_entry(parsed, spec, dims, path, group, entry)
         findings += _check_unused(parsed, spec)
-        if "num_layers" not in parsed.poisoned:
-            findings += _check_layer_count(spec)
+        findings += _check_layer_count(spec)
     return findings
 
 
@@ -82,7 +82,9 @@ def _check_slot(parsed: Parsed, spec: ModelSpec, path: KeyPath, name: str, slot:
     fits = BLOCKS[kind]().SLOT
     if fits == slot:
         return []
-    return [Finding(path, f"'{name}' is a {fits} block (kind {kind}), not a {slot}", _slot_names(spec, slot))]
+    return [
+        Finding(path, f"'{name}' (kind {kind}) fills the {fits} slot, not the {slot} slot", _slot_names(spec, slot))
+    ]
 
 
 def _slot_names(spec: ModelSpec, slot: str) -> str:
@@ -110,6 +112,8 @@ def _check_unused(parsed: Parsed, spec: ModelSpec) -> list[Finding]:
 
 def _check_layer_count(spec: ModelSpec) -> list[Finding]:
     total = sum(group.num_layers for group in spec.layers)
+    if total > MAX_LAYERS:
+        return [Finding((*_MODEL, "layers"), f"the layers add up to {total}", f"at most {MAX_LAYERS}")]
     if spec.num_layers in (None, total):
         return []
     terms = " + ".join(_count_text(group) for group in spec.layers)
@@ -209,18 +213,35 @@ def _check_cuts(
     """Each pinned degree must cut the blocks' heads, experts and widths evenly."""
     by_axis = {"experts": ("experts", "ep"), "expert_intermediate": ("experts", "tp")}
     mixers = {layer.mixer.name for _, layer in graph.layers()}
-    findings: list[Finding] = []
+    cuts: dict[tuple[str, str], list[tuple[str, HeadCut]]] = {}
     for name, inst in graph.blocks().items():
         for cut in block_of(inst).cuts(inst.fields):
-            default = ("attention", "tp") if name in mixers else None
-            place = by_axis.get(cut.axis, default)
-            degree = degrees[place[0]].get(place[1], 1) if place else 1
-            fits = cut.size % degree == 0 or (cut.replicate and degree % cut.size == 0)
-            if place and not fits:
-                text = f"{place[0]}.{place[1]}={degree} does not cut the {cut.size} {cut.axis} of '{name}' evenly"
-                findings.append(Finding(origin(*place), text, _divisors(cut.size)))
-    return findings
+            place = by_axis.get(cut.axis, ("attention", "tp") if name in mixers else None)
+            if place and place[1] in degrees[place[0]]:
+                cuts.setdefault(place, []).append((name, cut))
+    return [one for place, found in cuts.items() for one in _check_degree(place, found, degrees, origin)]
+
+
+def _check_degree(
+    place: tuple[str, str],
+    cuts: list[tuple[str, HeadCut]],
+    degrees: dict[str, dict[str, int]],
+    origin: Callable[[str, str], KeyPath],
+) -> list[Finding]:
+    """One degree against everything it cuts."""
+    part, name = place
+    degree = degrees[part][name]
+    uneven = [f"the {cut.size} {cut.axis} of '{block}'" for block, cut in cuts if not _fits(cut, degree)]
+    if not uneven:
+        return []
+    valid = [n for n in divisors(math.lcm(*(cut.size for _, cut in cuts))) if all(_fits(cut, n) for _, cut in cuts)]
+    text = f"{part}.{name}={degree} does not cut evenly {', '.join(uneven)}"
+    return [Finding(origin(part, name), text, listing(map(str, valid)))]
+
+
+def _fits(cut: HeadCut, degree: int) -> bool:
+    return cut.size % degree == 0 or (cut.replicate and degree % cut.size == 0)
 
 
 def _divisors(number: int) -> str:
-    return listing(str(n) for n in range(1, number + 1) if number % n == 0)
+    return listing(map(str, divisors(number)))

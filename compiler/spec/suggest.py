@@ -23,6 +23,15 @@ def closest(word: str, options: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else listing(known)
 
 
+def closest_path(path: str, options: Iterable[str]) -> str | None:
+    """The nearest dotted path whose last key is near too; None when there is none."""
+    last = path.rpartition(".")[2]
+    for option in difflib.get_close_matches(path, list(options), n=5, cutoff=0.6):
+        if difflib.SequenceMatcher(None, last, option.rpartition(".")[2]).ratio() >= 0.6:
+            return option
+    return None
+
+
 def listing(options: Iterable[str]) -> str:
     """`valid: a, b, c`, cut when long."""
     known = list(options)
@@ -61,10 +70,11 @@ def children(annotation: Any, value: Any) -> dict[Key, Any] | None:
     return None
 
 
-def is_open(annotation: Any, value: Any) -> bool:
-    """Whether new keys may be added here: a table with free names."""
+def is_open(annotation: Any, value: Any, adding: bool) -> bool:
+    """Whether new keys may be put here: into free-form fields always, into a table of names when adding."""
     kind = unwrap(annotation, value)
-    return get_origin(kind) is dict or kind is Any
+    free_form = get_origin(kind) is dict and get_args(kind)[1] is Any
+    return free_form or (adding and (get_origin(kind) is dict or kind is Any))
 
 
 def step(value: Any, key: Key) -> Any:
@@ -83,7 +93,7 @@ def unknown_key(annotation: Any, value: Any, path: KeyPath, adding: bool = False
     """
     for index, key in enumerate(path):
         known = children(annotation, value)
-        if adding and key not in (known or {}) and is_open(annotation, value):
+        if key not in (known or {}) and is_open(annotation, value, adding):
             return None
         if known is None or key not in known:
             return index

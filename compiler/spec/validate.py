@@ -17,7 +17,7 @@ from moec.blocks.registry import BLOCKS
 
 from .marks import KeyPath
 from .schema import ModelSpec
-from .suggest import annotation_at, children, closest, listing
+from .suggest import annotation_at, children, closest, listing, step
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -47,7 +47,8 @@ class Finding:
     """A problem before it has a position.
 
     path: in the composed document. at_key: the key itself is wrong, not its value.
-    also: other places that take part.
+    also: other places that take part. about_form: a list or mapping is expected, worth
+    saying even of a scalar that was found ambiguous.
     """
 
     path: KeyPath
@@ -55,6 +56,7 @@ class Finding:
     hint: str = ""
     at_key: bool = False
     also: tuple[KeyPath, ...] = ()
+    about_form: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Parsed:
     """A model as far as it can be trusted.
 
     spec: None when nothing is usable. poisoned: top-level keys that are stand-ins.
-    declared: block names in the document, valid or not.
+    declared: block names in the document, valid or not; spec.blocks has those that can be used.
     """
 
     spec: ModelSpec | None
@@ -96,7 +98,10 @@ def parse_model(data: Mapping[str, Any]) -> Parsed:
     missing = {key: value for key, value in _STAND_IN.items() if key not in sound}
     stand_in = {"blocks": blocks or {"none": BlockFields()}}
     spec, _ = parse(ModelSpec, {**stand_in, **missing, **sound}, ("model",))
-    return Parsed(spec, frozenset({*poisoned, *missing} - {"blocks"}), declared, findings)
+    untrusted = {*poisoned, *missing} - {"blocks"}
+    if not declared:
+        untrusted.add("blocks")
+    return Parsed(spec, frozenset(untrusted), declared, findings)
 
 
 def spread_sugar(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _parse_blocks(blocks: Any) -> tuple[dict[str, BlockFields], list[Finding]]:
-    """Each declared block by its own Fields; an unknown key alone does not make the block unusable."""
+    """Each declared block by its own Fields; a bad optional field is left out, so that the rest can be checked."""
     parsed: dict[str, BlockFields] = {}
     findings: list[Finding] = []
     for name, body in blocks.items() if isinstance(blocks, Mapping) else ():
@@ -127,8 +132,8 @@ def _parse_blocks(blocks: Any) -> tuple[dict[str, BlockFields], list[Finding]]:
             continue
         block, found = parse(fields, body, path)
         findings += found
-        if block is None and all(one.at_key for one in found):
-            block, _ = parse(fields, _without(body, [one.path[3:] for one in found]), path)
+        if block is None:
+            block, _ = parse(fields, _without(body, [one.path[3:] for one in found if len(one.path) > 3]), path)
         if block is not None:
             parsed[name] = block
     return parsed, findings
@@ -155,14 +160,18 @@ def _without(data: Any, paths: list[KeyPath]) -> dict[str, Any]:
     for *parents, last in paths:
         place: Any = result
         for key in parents:
-            place = place[key]
-        place.pop(last, None)
+            place = step(place, key)
+        if isinstance(place, dict):
+            place.pop(last, None)
     return result
 
 
 def error_findings(error: ValidationError, kind: Any, data: Any, root: KeyPath) -> list[Finding]:
     """Every pydantic error as a finding."""
-    return [_finding(one, kind, data, root) for one in error.errors() if one["type"] != "default_factory_not_called"]
+    errors = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
+    # A list whose items are bad counts as empty: only the items are worth a word.
+    errors = [one for one in errors if not (one["type"] == "too_short" and one["input"])]
+    return [_finding(one, kind, data, root) for one in errors]
 
 
 def _finding(error: ErrorDetails, kind: Any, data: Any, root: KeyPath) -> Finding:
@@ -177,10 +186,12 @@ def _finding(error: ErrorDetails, kind: Any, data: Any, root: KeyPath) -> Findin
         expected = annotation_at(kind, data, loc)[0]
         return Finding(path, f"got {shown(error['input'])}", _literal_hint(error["input"], expected))
     if sort in _EXPECTED:
-        return Finding(
-            path, f"expected {_EXPECTED[sort]}, got {shown(error['input'])}", _keys_hint(sort, kind, data, loc)
-        )
-    text = error["msg"][0].lower() + error["msg"][1:]
+        text = f"expected {_EXPECTED[sort]}, got {shown(error['input'])}"
+        form = _EXPECTED[sort] in ("a list", "a mapping")
+        return Finding(path, text, _form_hint(sort, kind, data, loc), about_form=form)
+    if sort == "too_short":
+        return Finding(path, "needs at least one entry")
+    text = error["msg"].replace("Input should", "must").replace("String should", "must")
     return Finding(path, f"{text}, got {shown(error['input'])}")
 
 
@@ -192,8 +203,12 @@ def _literal_hint(value: Any, expected: Any) -> str:
     return listing(str(option) for option in options)
 
 
-def _keys_hint(sort: str, kind: Any, data: Any, loc: KeyPath) -> str:
-    """For a mapping that should be there: its keys."""
+def _form_hint(sort: str, kind: Any, data: Any, loc: KeyPath) -> str:
+    """For a mapping that should be there: its keys; for a list: the schema's example."""
+    if sort == "tuple_type":
+        parent = annotation_at(kind, data, loc[:-1])[0]
+        field = getattr(parent, "model_fields", {}).get(loc[-1])
+        return f"e.g. {field.examples[0]}" if field and field.examples else ""
     if sort != "model_type":
         return ""
     known = children(annotation_at(kind, data, loc)[0], None) or {}

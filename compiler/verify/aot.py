@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -160,7 +161,8 @@ def _section(topology: str, bucket: AotBucket) -> Section:
     if m.memory:
         parts = ("argument", "output", "alias", "temp", "code")
         facts.append(("memory/device", ", ".join(f"{p} {size_text(getattr(m.memory, p))}" for p in parts)))
-    facts += [("collective", _line(c)) for c in m.collectives]
+    lines = Counter(_line(c) for c in m.collectives)
+    facts += [("collective", f"{line} ({count} alike)" if count > 1 else line) for line, count in lines.items()]
     if m.outcome != "compiled":
         facts += [("largest buffer", f"{size_text(b.bytes)} {b.shapes}") for b in m.buffers[:6]]
     return Section(title=f"AOT {topology} {m.bucket}", facts=tuple(facts), checks=bucket.checks)

@@ -31,7 +31,7 @@ class Key(NamedTuple):
     axes: tuple[str, ...]
 
     def text(self, count: int) -> str:
-        where = self.scope or "layer loop"
+        where = self.scope or "an unnamed place"
         return f"{count} x {self.op} {self.dtype}[{self.elements}] over {','.join(self.axes) or '?'} in {where}"
 
 
@@ -114,11 +114,11 @@ def check_collectives(
 
 
 def scope_of(collective: Collective, layers: Mapping[str, int]) -> str:
-    """Innermost block instance in the path of named scopes; "step" outside loops; "" when a loop hides it."""
+    """Innermost block instance in the path of named scopes, else "step"; "" when an optimisation lost the path."""
     named = [part for part in collective.op_name.split("/") if part in layers]
     if named:
         return named[-1]
-    return "" if collective.in_loop else STEP
+    return STEP if collective.op_name and not collective.in_loop else ""
 
 
 def _within(name: str, compiler: int, planned: int, tolerance: float) -> Check:

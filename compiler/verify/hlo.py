@@ -7,7 +7,7 @@ fails for programs whose collectives are offloaded to the SparseCore, the defaul
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .report import Frozen
@@ -168,67 +168,84 @@ def parse(text: str) -> Module:
 
 def collectives(module: Module, mesh_axes: Mapping[str, int]) -> tuple[Collective, ...]:
     """Every collective the entry computation reaches, with the loops around it."""
-    return tuple(_walk(module, module.entry, mesh_axes, (), False, "", ""))
+    return tuple(_walk(module, module.entry, mesh_axes, _Context()))
 
 
-def _walk(
-    module: Module,
-    name: str,
-    mesh_axes: Mapping[str, int],
-    loops: tuple[Loop, ...],
-    is_async: bool,
-    thread: str,
-    op_name: str,
-) -> Iterator[Collective]:
+@dataclass(frozen=True)
+class _Context:
+    """What surrounds a computation.
+
+    around: op_name of the enclosing loop or call, for instructions that have none.
+    wrapper: op_name of the enclosing async-start, None outside of one.
+    """
+
+    loops: tuple[Loop, ...] = ()
+    thread: str = ""
+    around: str = ""
+    wrapper: str | None = None
+
+    def inside(self, module: Module, inst: Instruction) -> "_Context":
+        """The context of the computations that `inst` runs."""
+        name = _op_name(inst)
+        if inst.opcode == "async-start":
+            thread = inst.attr("async_execution_thread")
+            return replace(self, wrapper=self.wrapper or name, thread=thread or self.thread)
+        if inst.opcode == "while":
+            loop = Loop(name=inst.name, trips=trip_count(module, inst))
+            return replace(self, loops=(*self.loops, loop), around=name or self.around)
+        return replace(self, around=name or self.around)
+
+    def op_name(self, inst: Instruction) -> str:
+        """The compiler clones what an async-start wraps from one original: only the wrapper's own name counts."""
+        own = _op_name(inst) if self.wrapper is None else self.wrapper
+        return own or self.around
+
+
+def _walk(module: Module, name: str, mesh_axes: Mapping[str, int], context: _Context) -> Iterator[Collective]:
     for inst in module.computations[name]:
-        scope = _op_name(inst) or op_name
-        if _base(inst.opcode) in COLLECTIVES and not inst.opcode.endswith("-done"):
-            starts = is_async or inst.opcode.endswith("-start")
-            yield from _arrays(inst, module, mesh_axes, loops, starts, thread, scope)
+        if _base(inst.opcode) in COLLECTIVES:
+            if not inst.opcode.endswith("-done"):
+                yield from _arrays(inst, module, mesh_axes, context)
             continue
         inner = [c for c in inst.called if c in module.computations and module.communicates(c)]
         if inner and inst.opcode == "fusion" and _is_scatter(module, inner[0]):
-            yield from _fused_scatter(module, inst, inner[0], mesh_axes, loops, scope)
+            yield from _fused_scatter(module, inst, inner[0], mesh_axes, context)
             continue
-        around = (*loops, Loop(name=inst.name, trips=trip_count(module, inst))) if inst.opcode == "while" else loops
-        starts = is_async or inst.opcode == "async-start"
         for called in inner:
-            yield from _walk(
-                module, called, mesh_axes, around, starts, inst.attr("async_execution_thread") or thread, scope
-            )
+            yield from _walk(module, called, mesh_axes, context.inside(module, inst))
 
 
-def _arrays(
-    inst: Instruction,
-    module: Module,
-    mesh_axes: Mapping[str, int],
-    loops: tuple[Loop, ...],
-    is_async: bool,
-    thread: str,
-    op_name: str,
-) -> Iterator[Collective]:
+def _arrays(inst: Instruction, module: Module, mesh_axes: Mapping[str, int], context: _Context) -> Iterator[Collective]:
     """One Collective per array the instruction carries."""
     op = _base(inst.opcode)
-    found = arrays_of(inst.type)
-    if inst.opcode in ("all-gather-start", "collective-permute-start"):
-        found = _second_of_tuple(inst.type)  # (operands, results, contexts)
+    found = _results(inst)
     groups = replica_groups(inst.attrs, module.num_devices)
-    size = len(groups[0])
     for dtype, shape in found:
-        full = _unscattered(shape, inst.attrs, size) if op == "reduce-scatter" else shape
         yield Collective(
             op=op,
             dtype=dtype,
-            shape=full,
+            shape=_unscattered(shape, inst.attrs, len(groups[0])) if op == "reduce-scatter" else shape,
             axes=spanned_axes(groups, mesh_axes),
-            group_size=size,
-            op_name=op_name,
+            group_size=len(groups[0]),
+            op_name=context.op_name(inst),
             name=inst.name,
-            loops=loops,
-            is_async=is_async,
-            thread=thread,
+            loops=context.loops,
+            is_async=context.wrapper is not None or inst.opcode.endswith("-start"),
+            thread=context.thread,
             combined=len(found) > 1,
         )
+
+
+def _results(inst: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    """The arrays a collective gives."""
+    if inst.opcode in ("all-gather-start", "collective-permute-start"):
+        return _second_of_tuple(inst.type)  # (operands, results, contexts)
+    found = arrays_of(inst.type)
+    if _base(inst.opcode) == "all-to-all" and len(found) > 1:
+        # The tuple form: one array per peer.
+        (dtype, shape), peers = found[0], len(found)
+        return [(dtype, (peers, *shape))]
+    return found
 
 
 def _is_scatter(module: Module, computation: str) -> bool:
@@ -239,16 +256,11 @@ def _is_scatter(module: Module, computation: str) -> bool:
 
 
 def _fused_scatter(
-    module: Module,
-    fusion: Instruction,
-    computation: str,
-    mesh_axes: Mapping[str, int],
-    loops: tuple[Loop, ...],
-    op_name: str,
+    module: Module, fusion: Instruction, computation: str, mesh_axes: Mapping[str, int], context: _Context
 ) -> Iterator[Collective]:
     for inst in module.computations[computation]:
         if _base(inst.opcode) == "all-reduce":
-            for found in _arrays(inst, module, mesh_axes, loops, False, "", _op_name(inst) or op_name):
+            for found in _arrays(inst, module, mesh_axes, context.inside(module, fusion)):
                 yield found.model_copy(update={"op": "reduce-scatter", "name": fusion.name})
 
 

@@ -5,12 +5,14 @@ and gen [1, g] (greedy continuation); optionally logits_step [1, s, V] (prefill 
 tokens of ids_b, then s single cached steps), else the rows of logits_b stand for it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from moec.runtime.generate import generate
 from moec.runtime.program import Program, load_program
@@ -69,8 +71,7 @@ def verify_recorded(
     """Full prefill, ragged chunks, cached steps and greedy generation against the recording."""
     arrays = read_reference(reference)
     program = load_program(program_dir)
-    available = list(jax.devices() if devices is None else devices)
-    mesh = program.mesh(available[: int(np.prod([*program.MESH_AXES.values()]))])
+    mesh = mesh_on(program, list(jax.devices() if devices is None else devices))
     weights = load_weights(program, mesh, weights_dir, progress)
     errors = {
         kind: _error(score(program, mesh, weights, ids, cuts), wanted)
@@ -86,6 +87,15 @@ def verify_recorded(
         greedy=completion.tokens,
         greedy_wanted=tuple(wanted),
     )
+
+
+def mesh_on(program: Program, devices: Sequence[Any]) -> Mesh:
+    """The program's mesh on the first of the devices; too few are a problem of the user's."""
+    needed = math.prod(program.MESH_AXES.values())
+    if len(devices) < needed:
+        text = f"{program.NAME} needs {needed} devices, {len(devices)} are visible"
+        raise ProblemsError([Problem("", text, hint=f"--target cpu:{needed} gives virtual ones")])
+    return program.mesh(devices[:needed])
 
 
 Case = tuple[list[list[int]], list[list[int]], list[np.ndarray]]  # ids, chunks, wanted logits per sequence

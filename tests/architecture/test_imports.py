@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("blocks", "compiler", "runtime", "specs", "targets")
-SPEC_LANGUAGE = {"yaml", "hydra", "omegaconf"}  # known to one file only
 
 
 def _imported(path: str, text: str) -> Iterator[str]:
@@ -52,10 +51,19 @@ def test_runtime_uses_only_the_core_of_blocks(python_files: dict[str, str]) -> N
         assert not outside, (path, outside)
 
 
-def test_one_file_knows_the_spec_file_format(python_files: dict[str, str]) -> None:
-    code = {p: t for p, t in python_files.items() if p.split("/")[0] in PACKAGES}
-    users = {p for p, t in code.items() if _under(_imported(p, t), *SPEC_LANGUAGE)}
-    assert users == {"compiler/spec/load.py"}
+def test_only_the_loader_knows_hydra(python_files: dict[str, str]) -> None:
+    assert _users(python_files, "hydra", "omegaconf") == {"compiler/spec/load.py"}
+
+
+def test_only_the_spec_stage_and_the_target_files_know_yaml(python_files: dict[str, str]) -> None:
+    users = _users(python_files, "yaml")
+    assert users
+    assert {p for p in users if not p.startswith("compiler/spec/")} <= {"targets/target.py"}
+
+
+def _users(files: dict[str, str], *modules: str) -> set[str]:
+    code = {p: t for p, t in files.items() if p.split("/")[0] in PACKAGES}
+    return {p for p, t in code.items() if _under(_imported(p, t), *modules)}
 
 
 @pytest.mark.parametrize("name", ["block.py", "cost.py", "emit.py"])

@@ -1,6 +1,7 @@
 """The import package mirrors the top-level packages, and the documents' links resolve."""
 
 import re
+import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,6 +17,12 @@ def test_every_package_has_its_link_and_the_reverse(root: Path) -> None:
     for name, link in links.items():
         assert link.readlink() == Path("..") / name, f"moec/{name} must be the relative link ../{name}"
         assert link.is_dir()
+
+
+def test_the_type_checker_is_pointed_at_every_link(root: Path) -> None:
+    include = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pyright"]["include"]
+    links = {f"moec/{path.name}" for path in (root / "moec").iterdir() if path.is_symlink()}
+    assert links - {f"moec/{name}" for name in DATA_PACKAGES} <= set(include)
 
 
 def test_every_folder_with_code_is_a_package(python_files: dict[str, str]) -> None:

@@ -4,16 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from moec.runtime.cache import allocate_state
 from moec.runtime.errors import RequestError
 from moec.runtime.generate import Completion, generate
 from moec.runtime.packing import GREEDY, LAST_SAMPLED, Row, SamplingParams, pack, place
 from moec.runtime.program import Program
-from moec.runtime.cache import allocate_state
 
 Fake = tuple[Program, Mesh]
 Next = Callable[..., int]
@@ -68,7 +67,9 @@ def test_context_end_is_told_apart_from_max_tokens(fake: Fake, next_token: Next)
     prompts = prompts_of([31, 30, 26])
     done = generate(program, mesh, {}, prompts, max_tokens=6)
     assert [(len(c.tokens), c.finish) for c in done] == [(1, "context"), (2, "context"), (6, "length")]
-    assert [list(c.tokens) for c in done] == [expected(p, len(c.tokens), next_token) for p, c in zip(prompts, done)]
+    assert [list(c.tokens) for c in done] == [
+        expected(p, len(c.tokens), next_token) for p, c in zip(prompts, done, strict=True)
+    ]
 
 
 def test_seeds_belong_to_prompts_not_to_rows(fake: Fake, next_token: Next) -> None:

@@ -37,13 +37,14 @@ def fails(folder: Path) -> str:
 
 
 def test_folders_that_are_no_program_say_why(fake_folder: Callable[[int], Path], tmp_path: Path) -> None:
-    assert fails(tmp_path / "none") == f"{tmp_path}/none: not an emitted program, it holds no model.py and no weights.py"
+    missing = tmp_path / "none"
+    assert fails(missing) == f"{missing}: not an emitted program, it holds no model.py and no weights.py"
     folder = fake_folder(1)
     (folder / "weights.py").unlink()
     assert fails(folder) == f"{folder}: not an emitted program, it holds no weights.py"
     (folder / "weights.py").write_text("")
     assert "model.py cannot be imported: cannot import name 'IGNORE'" in fails(folder)
     (folder / "model.py").write_text("NAME = 'x'\n")
-    assert fails(folder).startswith(f"{folder}: not an emitted program, model.py defines no PLAN_DIGEST, MESH_AXES, RULES")
+    assert "not an emitted program, model.py defines no PLAN_DIGEST, MESH_AXES, RULES" in fails(folder)
     (folder / "model.py").write_text("NAME = = 'x'\n")
     assert "model.py cannot be imported: invalid syntax" in fails(folder)

@@ -73,7 +73,7 @@ def test_unrolled_scan_counts_the_same() -> None:
         ),
         (
             (*BODY, found("all-reduce", "bfloat16", (64, 4096), "while/body")),
-            "unplanned 15 x all-reduce bfloat16[262144] over data in layer loop",
+            "unplanned 15 x all-reduce bfloat16[262144] over data in an unnamed place",
         ),
         (
             (*BODY[:8], *[c.model_copy(update={"op": "all-reduce"}) for c in BODY[8:]]),

@@ -1,0 +1,161 @@
+"""One option at a time: hard constraints first, then memory and predicted time."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from moec.blocks.core.work import Degrees, Dtypes, Load
+from moec.targets.target import Target
+
+from ..graph.ir import Graph
+from ..spec.schema import PlanPins, Workload
+from .cost import Machine, StepCost, price_step
+from .memory import (
+    SCALE_BLOCK,
+    SCALED,
+    TempModel,
+    available_bytes,
+    component_bytes,
+    largest,
+    layer_arrays,
+    memory_plan,
+    needed_bytes,
+    vocabulary_arrays,
+)
+from .plan import MemoryPlan, MeshPlan, Reason
+from .space import Option, indivisible, mesh_of
+from .steps import DECODE, MIXED, Steps, mixed_share, plan_steps, rows_per_rank, step_loads, token_seconds
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned; what all options share is computed once."""
+
+    graph: Graph
+    target: Target
+    workload: Workload
+    pins: PlanPins
+    dtypes: Dtypes
+    temp_model: TempModel = field(default_factory=TempModel)
+    _weights: dict[Degrees, dict[str, int]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def machine(self) -> Machine:
+        return Machine.of(self.target)
+
+    def weight_bytes(self, degrees: Degrees) -> dict[str, int]:
+        """Padded weight bytes per component on one device."""
+        layers = replace(degrees, embed=1, head=1)
+        if layers not in self._weights:
+            arrays = layer_arrays(self.graph, layers, self.dtypes)
+            self._weights[layers] = component_bytes(arrays, self.target.tiling)
+        outside = component_bytes(vocabulary_arrays(self.graph, degrees, self.dtypes), self.target.tiling)
+        return outside | self._weights[layers]
+
+    def rows(self, option: Option) -> int:
+        """Sequences per rank."""
+        return rows_per_rank(option, self.workload, self.pins)
+
+    def steps(self, option: Option, seqs: int) -> Steps:
+        return plan_steps(option, self.workload, self.pins, self.target, seqs)
+
+    def loads(self, option: Option, steps: Steps) -> dict[str, Load]:
+        return step_loads(option, steps, self.workload, self.dtypes)
+
+    def memory(self, option: Option, steps: Steps) -> MemoryPlan:
+        weights, loads = self.weight_bytes(option.degrees), self.loads(option, steps)
+        return memory_plan(self.graph, self.target, steps, loads, weights, self.temp_model)
+
+    def max_sequences(self, option: Option) -> int:
+        """Sequences on all ranks that fit in HBM at full length."""
+
+        def fits(seqs: int) -> bool:
+            memory = self.memory(option, self.steps(option, seqs))
+            return needed_bytes(memory) <= available_bytes(memory)
+
+        return largest(fits, self.rows(option)) * option.dp
+
+
+@dataclass(frozen=True)
+class Priced:
+    """An option that satisfies every hard constraint, with what it is predicted to cost."""
+
+    option: Option
+    mesh: MeshPlan
+    steps: Steps
+    memory: MemoryPlan
+    costs: dict[str, StepCost]
+    share: float  # mixed steps per output token
+    num_layers: int
+
+    @cached_property
+    def token_seconds(self) -> float:
+        """Seconds per output token of a sequence, its share of prefill included."""
+        return token_seconds(self.costs[DECODE].seconds, self.costs[MIXED].seconds, self.share)
+
+    @property
+    def hbm_bytes(self) -> int:
+        return needed_bytes(self.memory)
+
+    @property
+    def collectives_per_layer(self) -> float:
+        """Message rounds per layer, averaged; an all-reduce is a reduce-scatter and an all-gather."""
+        calls = [op for op in self.costs[DECODE].collectives() if op.scope not in ("embed", "head")]
+        rounds = sum(op.layers * (2 if op.collective and op.collective.kind == "all-reduce" else 1) for op in calls)
+        return rounds / self.num_layers
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """Cut placements, expert tensor parallelism, mesh axes: fewer is simpler."""
+        return self.option.sharded, self.option.etp, len(self.mesh.axes)
+
+    def numbers(self) -> dict[str, float]:
+        """What verdicts rest on."""
+        return {
+            "tpot_ms": self.token_seconds * 1e3,
+            "decode_ms": self.costs[DECODE].seconds * 1e3,
+            "mixed_ms": self.costs[MIXED].seconds * 1e3,
+            "hbm_gib": self.hbm_bytes / GIB,
+            "collectives_per_layer": self.collectives_per_layer,
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An option that breaks a hard constraint."""
+
+    option: Option
+    verdict: Reason
+    why: str
+    numbers: dict[str, float]
+
+
+def evaluate(question: Question, option: Option) -> Priced | Rejected:
+    """Divisibility, mesh, step sizes, HBM, in this order; then the price."""
+    scale_block = SCALE_BLOCK if question.dtypes.expert == SCALED else None
+    if cut := indivisible(question.graph, option, scale_block):
+        return Rejected(option, "INDIVISIBLE", str(cut), {"size": cut.size, "degree": cut.degree})
+    mesh = mesh_of(option)
+    if mesh is None:
+        why = f"no common mesh axes: neither of dp {option.dp} and ep {option.ep} divides the other"
+        return Rejected(option, "UNSUPPORTED", why, {"dp": option.dp, "ep": option.ep})
+    steps = question.steps(option, question.rows(option))
+    if steps.mixed_tokens <= steps.seqs:
+        why = f"{steps.mixed_tokens} batched tokens leave no room for prefill beside {steps.seqs} sequences per rank"
+        return Rejected(option, "UNSUPPORTED", why, {"batched_tokens": steps.mixed_tokens, "seqs": steps.seqs})
+    memory = question.memory(option, steps)
+    if needed_bytes(memory) > available_bytes(memory):
+        return _out_of_memory(question, option, memory)
+    loads = question.loads(option, steps)
+    costs = {name: price_step(question.graph, question.machine, mesh, load) for name, load in loads.items()}
+    share = mixed_share(option, steps, question.workload)
+    return Priced(option, mesh, steps, memory, costs, share, question.graph.num_layers)
+
+
+def _out_of_memory(question: Question, option: Option, memory: MemoryPlan) -> Rejected:
+    needed, available = needed_bytes(memory) / GIB, available_bytes(memory) / GIB
+    most, context = question.max_sequences(option), question.workload.max_context
+    why = f"needs {needed:.1f} of {available:.2f} GiB per device; at most {most} sequences of {context} tokens fit"
+    numbers = {"needed_gib": needed, "available_gib": available, "max_concurrency": most}
+    return Rejected(option, "HBM", why, numbers)

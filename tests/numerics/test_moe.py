@@ -1,0 +1,326 @@
+"""Mixture of experts in XLA against its float32 reference, unsharded and over eight devices.
+
+Tolerance in float32: outputs are sums of at most 256 products of order 1 in another order, so
+errors are near sqrt(256) * 6e-8 * |y|; 1e-4 leaves room for unlucky seeds, while a wrong
+expert, weight or row shows as an error of order 0.1. In bfloat16 (8 significant bits) every
+intermediate is rounded by up to 2**-9; with about ten roundings on the way 3 % of the largest
+output bounds the error, on the same routing.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moec.blocks.collectives import xla as collectives
+from moec.blocks.core.quant import quantize_on_host
+from moec.blocks.moe import ref, xla
+from moec.blocks.moe.shapes import TEST_SHAPES, MoeShape
+
+F32_TOLERANCE = 1e-4
+BF16_SHARE = 0.03
+
+Stacks = dict[str, jax.Array]
+
+
+def draw_stacks(shape: MoeShape, seed: int, num_experts: int | None = None) -> dict[str, np.ndarray]:
+    """w_gate, w_up [L, E, D, I] and w_down [L, E, I, D] that keep activations of order 1."""
+    rng = np.random.default_rng(seed)
+    lead = (shape.layers, num_experts or shape.local_experts)
+    up, down = (shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden)
+    sizes = {"w_gate": up, "w_up": up, "w_down": down}
+    return {k: (rng.standard_normal((*lead, *s)) * 2 / np.sqrt(s[0])).astype(np.float32) for k, s in sizes.items()}
+
+
+def draw_tokens(shape: MoeShape, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed + 100).standard_normal((shape.tokens, shape.hidden)), jnp.float32)
+
+
+def draw_routing(shape: MoeShape, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Distinct random experts per token and positive weights."""
+    rng = np.random.default_rng(seed + 200)
+    index = np.stack([rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.tokens)])
+    return jnp.asarray(index, jnp.int32), jnp.asarray(rng.uniform(0.1, 1, index.shape), jnp.float32)
+
+
+def run(module, shape: MoeShape, h, routing, stacks: Stacks, scales: Stacks | None = None, first=0, layer=1):
+    """experts() of either module; the XLA one under jit with a traced layer and first expert."""
+
+    def call(h, index, weight, stacks, scales, layer, first):
+        return module.experts(
+            h, index, weight, *(stacks[k] for k in ("w_gate", "w_up", "w_down")), scales,
+            layer=layer, first_expert=first, activation="silu", block_rows=shape.block_rows,
+        )  # fmt: skip
+
+    call = jax.jit(call) if module is xla else call
+    with jax.default_matmul_precision("highest"):
+        return call(h, *routing, stacks, scales, layer, first)
+
+
+def check(shape: MoeShape, h, routing, stacks, scales=None, first=0, layer=1) -> jax.Array:
+    """XLA equals the reference; returns the result."""
+    stacks = jax.tree.map(jnp.asarray, stacks)
+    found = run(xla, shape, h, routing, stacks, scales, first, layer)
+    want = run(ref, shape, h, routing, stacks, scales, first, layer)
+    assert found.dtype == want.dtype == jnp.float32
+    np.testing.assert_allclose(found, want, atol=F32_TOLERANCE, rtol=0)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", TEST_SHAPES)
+def test_experts_match_the_reference(name: str, seed: int) -> None:
+    shape = TEST_SHAPES[name]
+    y = check(shape, draw_tokens(shape, seed), draw_routing(shape, seed), draw_stacks(shape, seed), layer=seed)
+    assert float(jnp.abs(y).max()) > 0.3
+
+
+@pytest.mark.parametrize("name", ["odd", "ragged_scale_blocks"])
+def test_fp8_experts_match_the_reference(name: str) -> None:
+    """160 and 192 are no multiples of the 128 x 128 scale blocks."""
+    shape = TEST_SHAPES[name]
+    # Magnitudes differ by scale block, so that a misplaced scale shows.
+    stacks = {k: w * (1 + np.arange(w.shape[-1]) // 128 * 3.0) for k, w in draw_stacks(shape, 3).items()}
+    pairs = {k: quantize_on_host(w) for k, w in stacks.items()}
+    q, scales = ({k: jnp.asarray(p[n]) for k, p in pairs.items()} for n in (0, 1))
+    h = 0.3 * draw_tokens(shape, 3)
+    check(shape, h, draw_routing(shape, 3), q, scales)
+
+
+def test_bfloat16_stays_within_its_precision() -> None:
+    shape = TEST_SHAPES["ragged_scale_blocks"]
+    stacks = {k: jnp.asarray(w, jnp.bfloat16) for k, w in draw_stacks(shape, 4).items()}
+    h = draw_tokens(shape, 4).astype(jnp.bfloat16)
+    index, weight = draw_routing(shape, 4)
+    routing = index, weight.astype(jnp.bfloat16)
+    found, want = (run(module, shape, h, routing, stacks) for module in (xla, ref))
+    assert float(jnp.abs(found - want).max()) <= BF16_SHARE * float(jnp.abs(want).max())
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 8, 64])
+def test_the_block_size_does_not_matter(block_rows: int) -> None:
+    shape = MoeShape(**{**vars(TEST_SHAPES["many_blocks"]), "block_rows": block_rows})
+    check(shape, draw_tokens(shape, 5), draw_routing(shape, 5), draw_stacks(shape, 5))
+
+
+@pytest.mark.parametrize("expert", [0, 2, 7])
+def test_all_tokens_to_one_expert(expert: int) -> None:
+    """Every other expert is empty; the first and the last one too."""
+    shape = TEST_SHAPES["odd"]
+    index, weight = draw_routing(shape, 6)
+    index = jnp.full_like(index, -1).at[:, 1].set(expert)
+    check(shape, draw_tokens(shape, 6), (index, weight), draw_stacks(shape, 6))
+
+
+def test_padding_tokens_get_nothing_and_give_nothing() -> None:
+    shape = TEST_SHAPES["odd"]
+    h, (index, weight) = draw_tokens(shape, 7), draw_routing(shape, 7)
+    padding = jnp.arange(shape.tokens) % 3 == 1
+    # Garbage in padding tokens must stay there.
+    h = jnp.where(padding[:, None], jnp.nan, h)
+    stacks = jax.tree.map(jnp.asarray, draw_stacks(shape, 7))
+    routing = jnp.where(padding[:, None], -1, index), jnp.where(padding[:, None], jnp.nan, weight)
+    found = run(xla, shape, h, routing, stacks)
+    want = run(ref, shape, h[~padding], (index[~padding], weight[~padding]), stacks)
+    assert not found[padding].any()
+    np.testing.assert_allclose(found[~padding], want, atol=F32_TOLERANCE, rtol=0)
+
+
+def test_no_local_assignment_gives_zeros() -> None:
+    shape = TEST_SHAPES["one_of_two_ranks"]
+    index, weight = draw_routing(shape, 8)
+    stacks = jax.tree.map(jnp.asarray, draw_stacks(shape, 8))
+    assert not run(xla, shape, draw_tokens(shape, 8), (index, weight), stacks, first=100).any()
+
+
+@pytest.mark.parametrize("block_rows", [1, 4, 16])
+@pytest.mark.parametrize("first", [0, 4])
+def test_only_blocks_with_assignments_are_entered(block_rows: int, first: int) -> None:
+    """The loop runs sum(ceil(rows of expert / block_rows)) times, and covers each row once."""
+    shape = TEST_SHAPES["one_of_two_ranks"]
+    index, weight = draw_routing(shape, 9)
+    index = index.at[::4].set(-1)
+    token, sorted_weight, start = xla._moe_sort(index, weight, first, shape.local_experts)
+    table, num_blocks = xla._moe_blocks(start, index.size, block_rows)
+    counts = [int((index == first + e).sum()) for e in range(shape.local_experts)]
+    assert int(num_blocks) == sum(-(-count // block_rows) for count in counts)
+    found = []
+    for expert, begin, end in np.asarray(table)[: int(num_blocks)]:
+        rows = slice(int(begin), min(int(begin) + block_rows, int(end)))
+        assert rows.start < rows.stop
+        found += [(int(expert), int(t), float(w)) for t, w in zip(token[rows], sorted_weight[rows], strict=True)]
+    want = [
+        (int(e) - first, t, float(weight[t, k]))
+        for (t, k), e in np.ndenumerate(np.asarray(index))
+        if first <= e < first + shape.local_experts
+    ]
+    assert sorted(found) == sorted(want)
+
+
+def test_a_scan_over_layers_copies_no_stack() -> None:
+    """The stacks are loop invariants of the layer scan; temporaries hold single experts."""
+    shape = MoeShape(16, 128, 128, 16, 16, 2, 6, 4)
+    stacks = jax.tree.map(jnp.asarray, draw_stacks(shape, 10))
+    h, (index, weight) = draw_tokens(shape, 10), draw_routing(shape, 10)
+
+    def experts_of(module, h, stacks, layer):
+        matrices = (stacks[k] for k in ("w_gate", "w_up", "w_down"))
+        options = {"layer": layer, "first_expert": 0, "activation": "silu", "block_rows": 4}
+        return module.experts(h, index, weight, *matrices, None, **options)
+
+    def step(h, stacks):
+        return lax.map(lambda n: experts_of(xla, h, stacks, n), jnp.arange(shape.layers))
+
+    with jax.default_matmul_precision("highest"):
+        compiled = jax.jit(step).lower(h, stacks).compile()
+    one_expert = shape.hidden * shape.intermediate * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * one_expert
+    for n, found in enumerate(compiled(h, stacks)):
+        np.testing.assert_allclose(found, experts_of(ref, h, stacks, n), atol=F32_TOLERANCE, rtol=0)
+
+
+# One line per layout: mesh, axes of tokens (attention-DP), of experts, of expert intermediate.
+LAYOUTS = {
+    "ep8": ({"data": 8}, ("data",), ("data",), ()),
+    "ep4_etp2": ({"data": 4, "inner": 2}, ("data", "inner"), ("data",), ("inner",)),
+    "dp4_tp2": ({"data": 4, "tensor": 2}, ("data",), ("data", "tensor"), ()),
+    "dp2_tp4_ep4_etp2": ({"data": 2, "tensor": 4}, ("data",), ("tensor",), ("data",)),
+}
+
+
+def sharded(layout: str, block_rows: int, fp8: bool) -> Callable:
+    """The MoE layer over eight devices, with the collectives an emitted program would call."""
+    sizes, token_axes, expert_axes, inner_axes = LAYOUTS[layout]
+    mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(tuple(sizes.values())), tuple(sizes))
+    reduce_axes = tuple(a for a in (*expert_axes, *inner_axes) if a not in token_axes)
+
+    def layer(h, index, weight, stacks, scales):
+        x = collectives.gather_tokens(h, token_axes)
+        index, weight = collectives.gather_routing(index, weight, token_axes)
+        first = lax.axis_index(expert_axes) * stacks["w_gate"].shape[1]
+        y = xla.experts(
+            x, index, weight, *(stacks[k] for k in ("w_gate", "w_up", "w_down")), scales,
+            layer=1, first_expert=first, activation="silu", block_rows=block_rows,
+        )  # fmt: skip
+        y = collectives.reduce_scatter_tokens(y, token_axes)
+        return collectives.all_reduce(y, reduce_axes) if reduce_axes else y
+
+    tokens = P(token_axes)
+    up, down = P(None, expert_axes, None, inner_axes or None), P(None, expert_axes, inner_axes or None)
+    stacks = {"w_gate": up, "w_up": up, "w_down": down}
+    specs = (tokens, tokens, tokens, stacks, stacks if fp8 else None)
+    return jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eight_devices_equal_one(layout: str, fp8: bool) -> None:
+    """Expert shards hold whole scale blocks: intermediate 256 over two ranks is 128 each."""
+    shape = MoeShape(24, 32, 256 if fp8 else 24, 16, 16, 3, 2, 4)
+    h, (index, weight) = draw_tokens(shape, 11), draw_routing(shape, 11)
+    index = index.at[5].set(-1).at[16:].set(-1)
+    stacks, scales = draw_stacks(shape, 11), None
+    if fp8:
+        pairs = {k: quantize_on_host(w) for k, w in stacks.items()}
+        stacks, scales = ({k: jnp.asarray(p[n]) for k, p in pairs.items()} for n in (0, 1))
+    stacks = jax.tree.map(jnp.asarray, stacks)
+    with jax.default_matmul_precision("highest"):
+        found = sharded(layout, shape.block_rows, fp8)(h, index, weight, stacks, scales)
+    want = run(ref, shape, h, (index, weight), stacks, scales)
+    np.testing.assert_allclose(found, want, atol=F32_TOLERANCE, rtol=0)
+    assert float(jnp.abs(want[:5]).max()) > 0.1
+
+
+ROUTERS = {
+    "softmax": {"score": "softmax", "renormalize": True},
+    "softmax_plain": {"score": "softmax", "renormalize": False},
+    "sigmoid": {"score": "sigmoid", "renormalize": True, "scale": 2.5},
+    "sigmoid_plain": {"score": "sigmoid", "renormalize": False},
+}
+
+
+def draw_router(seed: int, tokens: int = 37, hidden: int = 64, num_experts: int = 48) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    h, w = rng.standard_normal((tokens, hidden)), rng.standard_normal((hidden, num_experts)) / 4
+    return jnp.asarray(h, jnp.float32), jnp.asarray(w, jnp.float32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("router", ROUTERS)
+def test_route_matches_the_reference(router: str, seed: int) -> None:
+    """Same experts in the same order; weights differ by a few float32 roundings of values <= 2.5."""
+    h, w = draw_router(seed)
+    with jax.default_matmul_precision("highest"):
+        index, weight = jax.jit(partial(xla.route, top_k=5, **ROUTERS[router]))(h, w)
+    want_index, want_weight = ref.route(h, w, top_k=5, **ROUTERS[router])
+    assert (index.dtype, weight.dtype) == (jnp.int32, jnp.float32)
+    np.testing.assert_array_equal(index, want_index)
+    np.testing.assert_allclose(weight, want_weight, atol=1e-5, rtol=0)
+    if ROUTERS[router]["renormalize"]:
+        np.testing.assert_allclose(weight.sum(axis=1), ROUTERS[router].get("scale", 1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_route_in_bfloat16_rounds_logits_and_weights(router: str) -> None:
+    """Exact products and sums (small integers), so both round the same logits, ties included."""
+    rng = np.random.default_rng(5)
+    h, w = (jnp.asarray(rng.integers(-16, 17, size) / 64, jnp.bfloat16) for size in ((33, 64), (64, 40)))
+    index, weight = jax.jit(partial(xla.route, top_k=6, **ROUTERS[router]))(h, w)
+    want_index, want_weight = ref.route(h, w, top_k=6, **ROUTERS[router])
+    exact = h.astype(jnp.float32) @ w.astype(jnp.float32)
+    assert (exact != exact.astype(jnp.bfloat16).astype(jnp.float32)).any(), "nothing was rounded"
+    assert weight.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(index, want_index)
+    np.testing.assert_allclose(weight.astype(jnp.float32), want_weight.astype(jnp.float32), rtol=2**-8)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_equal_scores_take_the_lower_expert(score: str) -> None:
+    h, w = draw_router(6)
+    # Expert e and e + 24 always tie.
+    w = jnp.concatenate([w[:, :24], w[:, :24]], axis=1)
+    index, _ = xla.route(h, w, top_k=6, score=score, renormalize=True)
+    pairs = np.asarray(index).reshape(-1, 3, 2)
+    np.testing.assert_array_equal(pairs[..., 0] + 24, pairs[..., 1])
+
+
+def test_softmax_runs_over_all_experts() -> None:
+    """Without renormalisation the chosen weights are shares of all experts' mass."""
+    h, w = draw_router(7)
+    index, weight = xla.route(h, w, top_k=4, score="softmax", renormalize=False)
+    scores = jax.nn.softmax(jnp.dot(h, w, precision="highest"), axis=-1)
+    np.testing.assert_allclose(weight, jnp.take_along_axis(scores, index, axis=1), atol=1e-5, rtol=0)
+    assert float(weight.sum(axis=1).max()) < 0.999
+
+
+def test_sigmoid_scores_that_all_underflow_give_zeros() -> None:
+    h, w = jnp.full((2, 4), 100.0), jnp.full((4, 8), -100.0)
+    _, weight = xla.route(h, w, top_k=2, score="sigmoid", renormalize=True)
+    assert not np.asarray(weight).any()
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "none"])
+def test_shared_expert_matches_the_reference(gate: str) -> None:
+    rng = np.random.default_rng(8)
+    sizes = {"shared_gate": (64, 40), "shared_up": (64, 40), "shared_down": (40, 64), "shared_router": (64, 1)}
+    w = {k: jnp.asarray(rng.standard_normal(s) * 2 / np.sqrt(s[0]), jnp.float32) for k, s in sizes.items()}
+    h = jnp.asarray(rng.standard_normal((11, 64)), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        found = xla.shared_expert(h, w, gate=gate, activation="silu")
+        halves = [
+            xla.shared_expert(h, w | {
+                "shared_gate": w["shared_gate"][:, cut], "shared_up": w["shared_up"][:, cut],
+                "shared_down": w["shared_down"][cut],
+            }, gate=gate, activation="silu")
+            for cut in (slice(0, 20), slice(20, 40))
+        ]  # fmt: skip
+    want = ref.shared_expert(h, w, gate=gate, activation="silu")
+    np.testing.assert_allclose(found, want, atol=F32_TOLERANCE, rtol=0)
+    # Cut in two, the parts sum to the whole.
+    np.testing.assert_allclose(halves[0] + halves[1], want, atol=F32_TOLERANCE, rtol=0)

@@ -1,0 +1,49 @@
+"""`moec run` and `moec verify` as users call them: in a process of their own, with virtual devices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+MODEL = "tiny/qwen3_5_moe"
+
+
+def moec(root: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """One command line, without the devices that the tests set up for themselves."""
+    env = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
+    return subprocess.run([sys.executable, "-m", "moec", *words], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_run_generates_what_the_reference_generated(root: Path, tmp_path: Path) -> None:
+    oracle = root / "tests" / "fixtures" / "oracles" / "qwen3_5_moe"
+    with np.load(oracle / "ref.npz") as archive:
+        prompt, wanted = archive["gen_prompt"][0].tolist(), archive["gen"][0].tolist()
+    ids = ("--ids", ",".join(map(str, prompt)), "--max-tokens", str(len(wanted)))
+    done = moec(root, tmp_path, "run", MODEL, "--target", "cpu:2", "--weights", str(oracle), *ids, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["target"] == "cpu:2"
+    assert document["completions"][0]["tokens"] == wanted
+
+    # The same program by its folder, as text for people: one prompt streams its ids.
+    done = moec(root, tmp_path, "run", document["program"], "--weights", str(oracle), *ids)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ",".join(map(str, wanted)) + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_verify_exits_with_1_above_the_tolerance(root: Path, tmp_path: Path) -> None:
+    reference = root / "tests" / "fixtures" / "oracles" / "qwen3_5_moe" / "ref.npz"
+    words = ("verify", MODEL, "--target", "cpu", "--reference", str(reference), "--json")
+    done = moec(root, tmp_path, *words, "--tolerance", "1e-4")
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)["reference"]["max_abs_err"]
+    assert len(errors) == 5
+    assert all(0 < error <= 1e-4 for error in errors.values())
+    assert moec(root, tmp_path, *words, "--tolerance", str(max(errors.values()) / 2)).returncode == 1

@@ -1,0 +1,165 @@
+"""The command line: exit codes, streams, words in any order. Stages have their own tests."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moec.compiler.cli import COMMANDS, main
+from moec.compiler.commands.common import split_words
+from moec.compiler.plan.plan import Plan
+
+TINY = "tiny/mixtral"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one command line."""
+    try:
+        code = main(words)
+    except SystemExit as stop:  # argparse
+        code = stop.code if isinstance(stop.code, int) else 1
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: moec {name} ")
+    assert "examples:" in out
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("nonsense",),
+        ("check",),
+        ("check", "no/such/model"),
+        ("check", TINY, "--no-such-option"),
+        ("plan", TINY),
+        ("plan", TINY, "--target", "abacus"),
+        ("plan", "--target", "cpu"),
+        ("plan", TINY, "tiny/qwen3_moe", "--target", "cpu"),
+        ("compile", TINY),
+        ("show", "soup", TINY),
+        ("show", "program", TINY),
+        ("run", TINY, "--ids", "1"),
+        ("run", TINY, "--target", "cpu", "--weights", ".", "--ids", "one"),
+        ("run", TINY, "--target", "cpu", "--weights", ".", "--ids", "1", "--prompt", "one"),
+        ("verify", TINY, "--target", "cpu", "--weights", "."),
+        ("verify", TINY, "--target", "cpu", "--reference", "no.npz"),
+    ],
+)
+def test_bad_input_is_a_message_and_exit_code_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert "Traceback" not in err
+    assert err or (not words and out)  # without words the help is the message
+
+
+def test_all_problems_of_all_models_in_one_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", TINY, "no_such", "tiny/qwen3_moe", "model.blocks.moe.router.topk=3")
+    assert (code, out) == (2, "")
+    assert len([line for line in err.splitlines() if ": error: " in line or line.startswith("error: ")]) == 2
+    assert "did you mean 'model.blocks.moe.router.top_k'" in err
+
+
+def test_good_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", TINY, "tiny/qwen3_moe")
+    assert (code, err) == (0, "")
+    assert [line.split(":")[0] for line in out.splitlines()] == [TINY, "tiny/qwen3_moe"]
+
+
+def test_json_is_one_document_also_for_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", TINY, "--json")
+    assert code == 0
+    assert json.loads(out)["models"][TINY]["num_layers"] == 4
+    code, out, err = run(capsys, "check", TINY, "--json", "model.nonsense=1")
+    assert code == 2
+    assert json.loads(out)["problems"][0]["path"] == "model.nonsense"
+    assert "model.nonsense" in err
+
+
+def test_options_and_overrides_alternate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "plan.page_size=32", "--json", TINY, "--target", "cpu", "workload.concurrency=2")
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    plan = Plan.model_validate_json(out)
+    assert plan.page_size == 32
+    assert plan.overrides == ("plan.page_size=32", "workload.concurrency=2")
+
+
+def test_words_with_an_equals_sign_are_overrides() -> None:
+    assert split_words(["a", "b.c=1", "d", "~e.f"]) == (["a", "d"], ("b.c=1", "~e.f"))
+
+
+def test_compile_writes_where_it_says_and_finds_drift(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("compile", TINY, "--target", "cpu", "plan.page_size=32")
+    code, out, _ = run(capsys, *words)
+    folder = Path(out.strip())
+    assert code == 0
+    assert folder == Path("generated/tiny_mixtral/cpu/default")
+    assert all(part.isidentifier() for part in folder.parts)
+    assert run(capsys, *words, "--check")[0] == 0
+    assert run(capsys, "compile", "--check")[0] == 0
+
+    model = folder / "model.py"
+    model.write_text(model.read_text() + "\n")
+    for check in ((*words, "--check"), ("compile", "--check")):
+        code, out, _ = run(capsys, *check)
+        assert code == 1
+        assert f"{model}: differs" in out
+
+
+def test_regenerate_command_of_an_emitted_file_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = run(capsys, "compile", TINY, "--target", "cpu", "workload.concurrency=2")
+    model = Path(out.strip()) / "model.py"
+    before = model.read_text()
+    command = next(line for line in before.splitlines() if "Regenerate: " in line).partition("Regenerate: ")[2]
+    model.unlink()
+    program, *again = command.split()
+    assert program == "moec"
+    assert run(capsys, *again, "-o", str(model.parent))[0] == 2  # a folder without model.py is not ours to replace
+    model.write_text("")
+    assert run(capsys, *again)[0] == 0
+    assert model.read_text() == before
+
+
+def test_compile_never_replaces_a_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    code, _, err = run(capsys, "compile", TINY, "--target", "cpu", "-o", str(tmp_path))
+    assert code == 2
+    assert "no emitted program" in err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("stage", ["spec", "graph", "plan", "program"])
+def test_every_stage_can_be_shown(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", stage, TINY, "--target", "cpu")
+    assert code == 0
+    assert "tiny_mixtral" in out
+
+
+def test_an_unexpected_error_is_a_bug_and_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moec.compiler.commands import check
+
+    def broken(args: object) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(check, "run", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["check", TINY])

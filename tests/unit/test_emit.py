@@ -1,0 +1,161 @@
+"""The emitter: what emitted text must and must not contain, for several models and meshes."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from moec.compiler.emit import standalone
+from moec.compiler.emit.emit import check, emit
+from moec.compiler.emit.package import plan_digest, program_files
+from moec.compiler.plan.choose import make_plan
+from moec.compiler.spec.load import load
+
+MODELS = ("tiny/qwen3_5_moe", "tiny/qwen3_moe", "tiny/mixtral")
+CUTS = {
+    "one": ("cpu", ()),
+    "dp8_ep8": ("cpu:8", ("plan.attention.dp=8", "plan.experts.ep=8")),
+    "dp4tp2_ep8": ("cpu:8", ("plan.attention.dp=4", "plan.attention.tp=2", "plan.experts.ep=8")),
+    "dp8_ep4tp2": ("cpu:8", ("plan.attention.dp=8", "plan.experts.ep=4", "plan.experts.tp=2")),
+    "dp4tp2_ep4tp2": ("cpu:8", ("plan.attention.dp=4", "plan.attention.tp=2", "plan.experts.ep=4", "plan.experts.tp=2")),
+}
+MAX_MODEL_LINES = 400
+
+
+def planned(model: str, cut: str, *pins: str):
+    target, overrides = CUTS[cut]
+    request = load(model, target=target, workload="tiny", overrides=[*overrides, *pins])
+    return request, make_plan(request)
+
+
+def flagship():
+    request = load("qwen3.5-397b-a17b", target="tpu7x-8", workload="decode_512x9216")
+    return request, make_plan(request)
+
+
+@pytest.fixture(scope="module")
+def flagship_files():
+    request, plan = flagship()
+    return plan, program_files(request.graph, plan)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_program_has_no_configuration_branches(model, cut):
+    request, plan = planned(model, cut)
+    tree = ast.parse(program_files(request.graph, plan)["model.py"])
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.Match)]
+    assert not branches, [ast.unparse(node) for node in branches]
+    starred = [f.name for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.args.kwarg]
+    assert not starred, starred
+
+
+def test_flagship_is_short_and_carries_its_plan(flagship_files):
+    plan, files = flagship_files
+    lines = files["model.py"].splitlines()
+    assert len(lines) <= MAX_MODEL_LINES
+    assert max(map(len, lines)) <= 140
+    assert f'PLAN_DIGEST = "{plan_digest(plan)}"' in files["model.py"]
+    assert "moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216" in lines[0]
+
+
+def test_every_constant_has_a_reason(flagship_files):
+    _, files = flagship_files
+    tree = ast.parse(files["model.py"])
+    lines = files["model.py"].splitlines()
+    constants = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, int)
+    ]
+    assert len(constants) > 15
+    bare = [lines[node.lineno - 1] for node in constants if "  # " not in lines[node.lineno - 1]]
+    assert not bare
+
+
+def test_flagship_places_collectives_explicitly(flagship_files):
+    """DP attention + EP experts: one packed routing gather, one hidden gather, one reduce-scatter per MoE."""
+    plan, files = flagship_files
+    assert (plan.mesh.dp, plan.mesh.ep) == (8, 8)
+    text = files["model.py"]
+    calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+    counted = {name: calls.count(name) for name in ("gather_tokens", "gather_routing", "reduce_scatter_tokens")}
+    assert counted == {"gather_tokens": 1, "gather_routing": 1, "reduce_scatter_tokens": 1}
+    assert "all_reduce" not in calls
+
+
+def test_tensor_parallel_adds_a_sum_per_mixer():
+    request, plan = planned("tiny/qwen3_5_moe", "dp4tp2_ep8")
+    tree = ast.parse(program_files(request.graph, plan)["model.py"])
+    functions = {f.name: ast.unparse(f) for f in tree.body if isinstance(f, ast.FunctionDef)}
+    assert [name for name, body in functions.items() if "all_reduce(y_TD, TENSOR)" in body] == ["gdn", "moe", "gqa"]
+
+
+def test_emission_is_deterministic_and_checks_clean(tmp_path):
+    request, plan = planned("tiny/qwen3_5_moe", "dp8_ep8")
+    emit(request.graph, plan, tmp_path / "program")
+    assert check(request.graph, plan, tmp_path / "program") == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda d: (d / "model.py").write_text("x = 1\n"), "model.py: differs"),
+        (lambda d: (d / "weights.py").unlink(), "weights.py: missing"),
+        (lambda d: (d / "extra.py").write_text(""), "extra.py: not emitted"),
+    ],
+    ids=["edited", "deleted", "added"],
+)
+def test_drift_is_found(tmp_path, spoil, expected):
+    request, plan = planned("tiny/qwen3_5_moe", "one")
+    emit(request.graph, plan, tmp_path / "program")
+    spoil(tmp_path / "program")
+    (line,) = check(request.graph, plan, tmp_path / "program")
+    assert expected in line
+
+
+def test_nothing_half_written(tmp_path, monkeypatch):
+    """A failure while writing leaves the old program whole and no temporary folder."""
+    request, plan = planned("tiny/qwen3_5_moe", "one")
+    emit(request.graph, plan, tmp_path / "program")
+    before = {p.name: p.read_text() for p in (tmp_path / "program").iterdir()}
+    monkeypatch.setattr(Path, "write_text", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        emit(request.graph, plan, tmp_path / "program")
+    assert {p.name: p.read_text() for p in (tmp_path / "program").iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["program"]
+
+
+def test_standalone_imports_nothing_of_the_library():
+    request, plan = planned("tiny/qwen3_5_moe", "dp8_ep8")
+    files = standalone.standalone_files(request.graph, plan)
+    for name, text in files.items():
+        if not name.endswith(".py"):
+            continue
+        roots = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                roots.add((node.module or "").split(".")[0])
+        assert "moec" not in roots, name
+
+
+def test_splice_refuses_a_name_defined_twice():
+    with pytest.raises(ValueError, match="helper is defined by a and by b"):
+        standalone.splice([], [("a", "def helper(): pass\n"), ("b", "def helper(): pass\n")])
+
+
+def test_splice_refuses_an_aliased_internal_import():
+    with pytest.raises(ValueError, match="as other"):
+        standalone.splice([], [("a", "from moec.blocks.core.norm import rms_norm as other\n")])
+
+
+def test_families_differ_only_in_yaml():
+    """Emitting any family reads no family name anywhere in the compiler or the blocks."""
+    root = Path(__file__).parents[2]
+    names = ("qwen", "mixtral", "deepseek", "olmoe", "gpt_oss", "kimi", "glm4", "minimax", "granite", "nemotron")
+    sources = [p for folder in ("compiler", "blocks") for p in (root / folder).rglob("*") if p.suffix in (".py", ".j2")]
+    found = [f"{p.relative_to(root)}: {n}" for p in sources for n in names if n in p.read_text().lower()]
+    assert len(sources) > 50
+    assert not found

@@ -1,0 +1,224 @@
+"""Planned bytes against the compiler's layouts, the emitter's arrays and the published capacities."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moec.blocks.core.array_info import ArrayInfo
+from moec.blocks.core.declare import AXIS_ROLES
+from moec.blocks.core.work import Degrees, Dtypes
+from moec.compiler.emit import arrays as emitted
+from moec.compiler.plan.choose import ask, make_plan
+from moec.compiler.plan.evaluate import Question
+from moec.compiler.plan.memory import (
+    LocalArray,
+    TempModel,
+    available_bytes,
+    component_bytes,
+    largest,
+    layer_arrays,
+    needed_bytes,
+    padded_bytes,
+    state_arrays,
+    vocabulary_arrays,
+)
+from moec.compiler.plan.plan import Plan
+from moec.compiler.plan.space import Option, mesh_of
+from moec.compiler.plan.steps import Steps
+from moec.compiler.spec.load import load
+from moec.compiler.spec.schema import Request
+from moec.targets.target import Tiling, load_target, with_overrides
+
+GIB = 2**30
+DP8 = Option(8, 1, 8, 1, "sharded", "sharded", "replicated", "bfloat16")
+TP8 = Option(1, 8, 8, 1, "sharded", "sharded", "sharded", "bfloat16")
+NO_TEMP = TempModel(base_bytes=0, scale=0)
+NO_TILING = Tiling(sublanes=1, lanes=1, source="test")
+
+
+def request(*overrides: str, workload: str = "decode_512x9216", target: str = "tpu7x-8") -> Request:
+    return load("qwen3.5-397b-a17b", target=target, workload=workload, overrides=overrides)
+
+
+def question(*overrides: str, **changes: object) -> Question:
+    return replace(ask(request(*overrides)), **changes)  # type: ignore[arg-type]
+
+
+def test_padding_is_what_the_compiler_lays_out(root: Path) -> None:
+    evidence = json.loads((root / "targets/tpu7x/evidence/argument_layouts.json").read_text())
+    tiling = load_target("tpu7x-8").tiling
+    assert len(evidence["rows"]) > 40
+    wrong = [row for row in evidence["rows"] if padded_bytes(tuple(row[0]), row[1], tiling) != row[2]]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("option", "gib"), [(DP8, 60.03), (TP8, 47.62)])
+def test_weights_are_those_of_the_compiled_model(option: Option, gib: float) -> None:
+    """The compiled reference has no block scales, 0.02 GiB here."""
+    weights = question().weight_bytes(option.degrees)
+    assert sum(weights.values()) / GIB == pytest.approx(gib, abs=0.05)
+
+
+def test_arguments_are_those_of_the_compiled_model() -> None:
+    asked = question()
+    memory = asked.memory(DP8, asked.steps(DP8, 64))
+    assert memory.arguments_bytes / GIB == pytest.approx(82.72, rel=0.002)
+    assert sum(memory.components.values()) == memory.arguments_bytes
+
+
+@pytest.mark.parametrize(
+    ("option", "kv", "state", "sequences"),
+    [
+        (DP8, "bfloat16", "bfloat16", 768),
+        (DP8, "float8_e4m3fn", "bfloat16", 1224),
+        (DP8, "bfloat16", "float32", 616),
+        (TP8, "bfloat16", "bfloat16", 325),
+        (TP8, "bfloat16", "float32", 302),
+    ],
+)
+def test_capacity_is_the_reference_s(option: Option, kv: str, state: str, sequences: int) -> None:
+    """The reference allows 0.5 GiB for temporaries and has no reserve; sharded head and embedding."""
+    asked = question(f"plan.dtypes.kv={kv}", f"plan.dtypes.state={state}", temp_model=NO_TEMP)
+    assert asked.max_sequences(option) == pytest.approx(sequences, rel=0.012)
+
+
+@pytest.mark.parametrize(
+    ("option", "kv", "state", "sequences"),
+    [
+        (replace(DP8, embed="replicated", head="replicated"), "float8_e4m3fn", "bfloat16", 1040),
+        (replace(DP8, embed="replicated", head="replicated"), "float8_e4m3fn", "float32", 744),
+        # One bfloat16 head per device takes what two float8 heads on every device would.
+        (TP8, "bfloat16", "float32", 250),
+    ],
+)
+def test_capacity_under_the_published_assumptions(option: Option, kv: str, state: str, sequences: int) -> None:
+    """90 % of 94.75 GiB, projections stored in float8, no temporaries."""
+    asked = question(f"plan.dtypes.kv={kv}", f"plan.dtypes.state={state}", temp_model=NO_TEMP)
+    # The published weights: 60.30 GB (dp 8) and 50.08 GB (tp 8) per device, projections in float8.
+    stored = 60_304_299_520 if option.tp == 1 else 50_083_304_960
+    ours = sum(asked.weight_bytes(option.degrees).values())
+    target = with_overrides(asked.target, [("hbm_gib", 94.75 * 0.9 + (ours - stored) / GIB), ("hbm_reserve_gib", 0)])
+    found = replace(asked, target=target).max_sequences(option)
+    assert found == pytest.approx(sequences, rel=0.01)
+    assert (found > 512) == (option.tp == 1)
+
+
+def test_largest_agrees_with_a_scan() -> None:
+    for limit in range(40):
+        for start in (1, 7, 64):
+            assert largest(lambda n, limit=limit: n <= limit, start) == limit
+
+
+def test_replicated_heads_cost_their_copies() -> None:
+    """Two key/value heads on eight devices: one per device, four times the bytes of an even cut."""
+    asked = question()
+    steps = Steps(seqs=8, mixed_tokens=64, page_size=256, pages_per_seq=4, served=8)
+
+    def kv(tp: int) -> int:
+        found = component_bytes(state_arrays(asked.graph, Degrees(tp=tp), asked.dtypes, steps), NO_TILING)
+        return found["gqa.kv"]
+
+    assert kv(1) == 2 * kv(2) == 2 * kv(4) == 2 * kv(8)
+
+
+def _local(info: ArrayInfo, degrees: Degrees) -> tuple[tuple[int, ...], str]:
+    cut = (degrees.of(AXIS_ROLES[axis]) if axis else 1 for axis in info.axes)
+    return tuple(size // by for size, by in zip(info.shape, cut, strict=True)), info.dtype
+
+
+def _emitted_weights(asked: Question, plan: Plan, degrees: Degrees) -> Counter[tuple[tuple[int, ...], str]]:
+    graph = asked.graph
+    infos = list(emitted.top_arrays(graph, plan).values())
+    for group in graph.groups:
+        for position, layer in enumerate(group.layers):
+            layers = group.layer_indices(position)
+            infos += [emitted.norm_array(graph, slot, plan, layers) for slot in ("mixer_norm", "ffn_norm")]
+            for inst in (layer.mixer, layer.ffn):
+                infos += emitted.dense_arrays(graph, inst, plan, layers).values()
+    for inst in graph.blocks().values():
+        infos += emitted.expert_arrays(graph, inst, plan).values()
+    return Counter(_local(info, degrees) for info in infos)
+
+
+CASES = [
+    ("qwen3.5-397b-a17b", "tpu7x-8", "decode_512x9216", DP8),
+    ("qwen3.5-397b-a17b", "tpu7x-8", "decode_512x9216", TP8),
+    ("tiny/qwen3_5_moe", "cpu:8", "tiny", replace(DP8, dp=4, tp=2, shared_expert="sharded", kv_dtype="float32")),
+    ("tiny/qwen3_5_moe", "cpu", "tiny", Option(1, 1, 1, 1, "replicated", "replicated", "replicated", "float32")),
+    ("mixtral-8x7b", "tpu7x-8", "decode_512x9216", replace(TP8, ep=4, etp=2, shared_expert="replicated")),
+]
+
+
+@pytest.mark.parametrize(("model", "target", "workload", "option"), CASES)
+def test_planned_arrays_are_the_emitted_ones(model: str, target: str, workload: str, option: Option) -> None:
+    asked = ask(load(model, target=target, workload=workload))
+    mesh = mesh_of(option)
+    plan = Plan.model_construct(
+        mesh=mesh,
+        dtypes=asked.dtypes,
+        embed=option.embed,
+        head=option.head,
+        shared_expert=option.shared_expert,
+    )
+    planned: list[LocalArray] = [
+        *vocabulary_arrays(asked.graph, option.degrees, asked.dtypes),
+        *layer_arrays(asked.graph, option.degrees, asked.dtypes),
+    ]
+    found = Counter((array.shape, array.dtype) for array in planned)
+    assert found == _emitted_weights(asked, plan, option.degrees)
+    steps = asked.steps(option, 4)
+    pools = {a.component: a for a in state_arrays(asked.graph, option.degrees, asked.dtypes, steps)}
+    for pool in emitted.state_arrays(asked.graph, plan):
+        cut = [option.degrees.of(AXIS_ROLES[axis]) if axis else 1 for axis in pool.axes]
+        inner = tuple(size // by for size, by in zip(pool.inner, cut, strict=True))
+        count = (pool.layers * steps.num_pages, steps.page_size) if pool.paged else (pool.layers, steps.num_slots)
+        assert pools[pool.key].shape == (1, *count, *inner)
+        assert pools[pool.key].dtype == pool.dtype
+
+
+def test_plan_memory_adds_up() -> None:
+    plan = make_plan(request())
+    memory = plan.memory
+    assert memory.arguments_bytes == sum(memory.components.values())
+    assert needed_bytes(memory) == memory.arguments_bytes + max(memory.temp_bytes.values())
+    assert available_bytes(memory) == memory.usable_bytes - memory.reserve_bytes
+    assert needed_bytes(memory) <= available_bytes(memory)
+    headroom = plan.estimates["hbm_headroom"].value * GIB
+    assert headroom == pytest.approx(available_bytes(memory) - needed_bytes(memory), rel=1e-4)
+    most = int(plan.estimates["max_sequences"].value)
+    asked, option = question(), DP8
+    fits = {n: needed_bytes(asked.memory(option, asked.steps(option, n))) for n in (most // 8, most // 8 + 1)}
+    assert [size <= available_bytes(memory) for size in fits.values()] == [True, False]
+
+
+def test_dtypes_of_roles() -> None:
+    dtypes = Dtypes("bfloat16", "bfloat16", "float8_e4m3fn", "float8_e4m3fn", "float32", "bfloat16")
+    roles = {role: dtypes.of(role) for role in ("linear", "expert", "decay", "kv", "state", "head")}
+    assert roles == {
+        "linear": "bfloat16",
+        "expert": "float8_e4m3fn",
+        "decay": "float32",
+        "kv": "float8_e4m3fn",
+        "state": "float32",
+        "head": "bfloat16",
+    }
+
+
+@pytest.mark.aot
+def test_layout_evidence_is_still_what_the_compiler_says(root: Path) -> None:
+    """Compiles one-argument programs for tpu7x and compares argument bytes (about 20 s)."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    described = topologies.get_topology_desc("tpu7x:2x2x1", platform="tpu")
+    sharding = SingleDeviceSharding(described.devices[0])
+    rows = json.loads((root / "targets/tpu7x/evidence/argument_layouts.json").read_text())["rows"]
+    for shape, dtype, expected in rows[::4]:
+        info = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+        compiled = jax.jit(lambda x: x.astype(jnp.float32).sum()).lower(info).compile()
+        assert compiled.memory_analysis().argument_size_in_bytes == expected, (shape, dtype)
