@@ -9,6 +9,7 @@ layer attends to the old pages and to this step's own keys and returns its new c
 write_kv writes all layers' rows once after the scan, in place when the pool is donated.
 """
 
+from functools import partial
 from typing import Literal
 
 import jax.numpy as jnp
@@ -121,17 +122,25 @@ def _attn_add(state: _AttnState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, 
     """Fold K more keys into the online softmax; seen_SMK may have M = 1 (all queries alike).
 
     Every query must see a key in the first call, so that the maximum is real from then on.
+    Queries or a cache in float32 ask for float32 products: HIGHEST, since TPU's default would
+    narrow them to bfloat16 (for a float32 pool: by a bfloat16 copy of the whole of it).
     """
     top, total, acc = state
     (S, G, _, H), K = q_SGMH.shape, kv_SKC.shape[1]
-    kv_SKYGH = kv_SKC.astype(q_SGMH.dtype).reshape(S, K, 2, G, H)
+    dtype = jnp.float32 if jnp.float32 in (q_SGMH.dtype, kv_SKC.dtype) else q_SGMH.dtype
+    dot = partial(
+        jnp.einsum,
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    kv_SKYGH = kv_SKC.astype(dtype).reshape(S, K, 2, G, H)
     # Unseen values are cleared, not only weighted by 0: a reused page may hold another request's NaN.
     v_SKGH = jnp.where(seen_SMK.any(axis=1)[:, :, None, None], kv_SKYGH[:, :, 1], 0)
-    score = jnp.einsum("sgmh,skgh->sgmk", q_SGMH, kv_SKYGH[:, :, 0], preferred_element_type=jnp.float32)
+    score = dot("sgmh,skgh->sgmk", q_SGMH.astype(dtype), kv_SKYGH[:, :, 0])
     score = jnp.where(seen_SMK[:, None], score * scale, _ATTN_MASKED)
     new_top = jnp.maximum(top, score.max(axis=-1))
     p, keep = jnp.exp(score - new_top[..., None]), jnp.exp(top - new_top)
-    values = jnp.einsum("sgmk,skgh->sgmh", p.astype(q_SGMH.dtype), v_SKGH, preferred_element_type=jnp.float32)
+    values = dot("sgmk,skgh->sgmh", p.astype(dtype), v_SKGH)
     return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + values
 
 
@@ -140,13 +149,13 @@ def _attn_read(kv_pool: Array, pages_SP: Array, cached_S: Array, step: Array, sp
 
     Pages past a row's end are read from the pool's first page. S*span must be at least 2: XLA
     turns a gather of one page into a slice, and then lays the whole pool out as the matmul
-    would like that page. The barrier keeps it from narrowing the whole pool instead of the page.
+    would like that page.
     """
     (S, P), (_, page_size, C) = pages_SP.shape, kv_pool.shape
     assert S * span > 1
     index_X = step * span + jnp.arange(span)
     pages_SX = jnp.where(index_X * page_size < cached_S[:, None], pages_SP[:, jnp.minimum(index_X, P - 1)], 0)
-    kv_SKC = lax.optimization_barrier(kv_pool[pages_SX].reshape(S, span * page_size, C))
+    kv_SKC = kv_pool[pages_SX].reshape(S, span * page_size, C)
     return kv_SKC, step * span * page_size + jnp.arange(span * page_size) < cached_S[:, None]
 
 

@@ -99,7 +99,7 @@ def eliminate(allowed: Sequence[Priced]) -> dict[Option, tuple[Reason, str]]:
         left, out, best = _apply(rule, left)
         for one in out:
             reason = f"{rule.name}: {rule.show(one)} against {rule.show(best)}"
-            lost[one.option] = ("TIE", f"{_behind(one, fastest)}, within {BAND_PCT:g} %; loses on {reason}")
+            lost[one.option] = ("TIE", f"{_behind(one, fastest)}, a tie within {BAND_PCT:g} %; loses on {reason}")
     winner, *equal = left
     lost.update((one.option, ("TIE", "equal in every number; enumerated later")) for one in equal)
     lost[winner.option] = ("CHOSEN", _why_chosen(winner, fastest, len(allowed)))
@@ -115,6 +115,8 @@ def _apply(rule: Rule, tied: list[Priced]) -> tuple[list[Priced], list[Priced], 
 
 
 def _behind(one: Priced, fastest: Priced) -> str:
+    if one is fastest:
+        return "the fastest"
     return f"{(one.token_seconds / fastest.token_seconds - 1) * 100:.1f} % behind the fastest"
 
 

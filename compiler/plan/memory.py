@@ -156,14 +156,14 @@ def _state_name(state: PagedState | SlotState) -> str:
 def batch_arrays(steps: Steps, tokens: int) -> Iterator[LocalArray]:
     """The fields of blocks.core.batch.Batch on one device."""
     rows = steps.seqs
-    shapes = {
-        "int32": [(tokens,), (tokens,), (rows + 1,), (rows,), (rows, steps.pages_per_seq), (rows,), (3,), (rows,)],
-        "float32": [(rows,), (rows,)],
-        "uint32": [(rows,)],
-        "bool": [(rows,)],
-    }
-    for dtype, found in shapes.items():
-        for shape in found:
+    integers: tuple[Shape, ...] = (
+        *((tokens,), (tokens,), (rows + 1,), (rows,)),  # tokens, positions, cu_q, kv_len
+        *((rows, steps.pages_per_seq), (rows,), (3,), (rows,)),  # page_table, slot, distribution, top_k
+    )
+    floats: tuple[Shape, ...] = ((rows,), (rows,))  # temperature, top_p
+    others = {"int32": integers, "float32": floats, "uint32": ((rows,),), "bool": ((rows,),)}  # ..., seed, has_state
+    for dtype, shapes in others.items():
+        for shape in shapes:
             yield LocalArray("batch", (1, *shape), dtype)
 
 
@@ -215,7 +215,7 @@ def memory_plan(
     weights: dict[str, int],
     model: TempModel,
 ) -> MemoryPlan:
-    """Bytes per device. weights: component_bytes of vocabulary_arrays and layer_arrays; they do not depend on the batch."""
+    """Bytes per device. weights: component_bytes of vocabulary_arrays and layer_arrays, the same for all batches."""
     load = next(iter(loads.values()))
     state = component_bytes(state_arrays(graph, load.degrees, load.dtypes, steps), target.tiling)
     batch = component_bytes(batch_arrays(steps, steps.mixed_tokens), target.tiling)

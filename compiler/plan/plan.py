@@ -107,7 +107,7 @@ class MemoryPlan(Frozen):
 
 
 class Estimate(Frozen):
-    """A predicted number: never a measurement."""
+    """A predicted number: never a measurement. band_pct: its error, 0 when it follows exactly from its inputs."""
 
     value: float
     unit: str

@@ -133,9 +133,11 @@ def _estimates(question: Question, chosen: Priced, decode: Load) -> dict[str, Es
     return {
         "decode_step": _estimate(seconds[DECODE] * 1e3, "ms", model, _scopes(chosen, DECODE)),
         "mixed_step": _estimate(seconds[MIXED] * 1e3, "ms", model, _scopes(chosen, MIXED)),
-        "decode_floor": _estimate(floor * 1e3, "ms", "analytic: bytes streamed once at nameplate HBM bandwidth"),
+        "decode_floor": _bound(floor * 1e3, "ms", "lower bound: bytes streamed once at nameplate HBM bandwidth"),
         "tpot": _estimate(chosen.token_seconds * 1e3, "ms", model),
-        "mixed_steps_per_token": _estimate(chosen.share, "1", "analytic: prompt tokens per output token"),
+        "mixed_steps_per_token": _bound(
+            chosen.share, "1", "workload: prompt tokens per output token over a step's room"
+        ),
         "output_tokens_per_s_chip": _estimate(output / chips, "tokens/s/chip", model),
         "total_tokens_per_s_chip": _estimate(
             output / chips * (1 + workload.isl / workload.osl), "tokens/s/chip", model
@@ -149,6 +151,11 @@ def _estimates(question: Question, chosen: Priced, decode: Load) -> dict[str, Es
 def _estimate(value: float, unit: str, provenance: str, terms: dict[str, float] | None = None) -> Estimate:
     band = MEMORY_BAND_PCT if unit in ("GiB", "sequences") else BAND_PCT
     return Estimate(value=significant(value), unit=unit, band_pct=band, provenance=provenance, terms=terms or {})
+
+
+def _bound(value: float, unit: str, provenance: str) -> Estimate:
+    """A number that follows exactly from its inputs."""
+    return Estimate(value=significant(value), unit=unit, band_pct=0, provenance=provenance)
 
 
 def _scopes(chosen: Priced, bucket: str) -> dict[str, float]:

@@ -71,7 +71,8 @@ def headline(plan: Plan) -> str:
     """One line: what runs where."""
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.axes)
     chosen = _chosen(plan)
-    return f"attention {chosen.attention}, experts {chosen.experts} on {plan.mesh.num_devices} devices (mesh {mesh})"
+    devices = "1 device" if plan.mesh.num_devices == 1 else f"{plan.mesh.num_devices} devices"
+    return f"attention {chosen.attention}, experts {chosen.experts} on {devices} (mesh {mesh})"
 
 
 def _chosen(plan: Plan) -> Candidate:
@@ -100,9 +101,13 @@ def _decisions(plan: Plan) -> Section:
 
 
 def _predictions(plan: Plan) -> Section:
-    rows = tuple((_spoken(name), _number(e), f"±{e.band_pct:g} %", e.provenance) for name, e in plan.estimates.items())
+    rows = tuple((_spoken(name), _number(e), _band(e), e.provenance) for name, e in plan.estimates.items())
     columns = (Column("predicted"), Column("value", "right"), Column("band", "right"), Column("from"))
     return Section("Predictions, never measured", columns, rows, note=" ".join(plan.notes))
+
+
+def _band(estimate: Estimate) -> str:
+    return f"±{estimate.band_pct:g} %" if estimate.band_pct else "exact"
 
 
 def _spoken(name: str) -> str:

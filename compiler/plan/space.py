@@ -63,8 +63,8 @@ def _product_name(*parts: tuple[str, int]) -> str:
 def enumerate_options(graph: Graph, num_devices: int, kv_dtypes: tuple[str, ...]) -> Iterator[Option]:
     """Every option in a fixed order. A tied head is placed as the embedding; one device has nothing to cut."""
     splits = factor_pairs(num_devices)
-    placements = PLACEMENTS if num_devices > 1 else ("replicated",)
-    shared = placements if _has_cut(graph, "shared") else ("replicated",)
+    placements: tuple[Placement, ...] = PLACEMENTS if num_devices > 1 else ("replicated",)
+    shared: tuple[Placement, ...] = placements if _has_cut(graph, "shared") else ("replicated",)
     expert_splits = splits if _has_cut(graph, "expert_ep") else ((num_devices, 1),)
     for (dp, tp), (ep, etp) in product(splits, expert_splits):
         for embed, head, where, kv in product(placements, placements, shared, kv_dtypes):

@@ -31,7 +31,7 @@ from .schema import Request
 from .suggest import closest_path
 from .validate import Finding, spread_sugar
 
-_UNREADABLE = "(unreadable)"
+_UNREADABLE = "(moec: unreadable)"
 
 
 def load(
@@ -40,7 +40,8 @@ def load(
     """Everything the names and overrides stand for; raises ProblemsError with all problems."""
     inputs = read_inputs(model, target, workload)
     documents = inputs.documents
-    poisoned = {path for document in documents.values() for path in document.poisoned} | inputs.unusable()
+    ambiguous = {path for document in documents.values() for path in document.poisoned}
+    poisoned = ambiguous | inputs.unusable()
     data = {root: copy.deepcopy(documents[root].data) if root in documents else {} for root in ROOTS}
     data["model"] = spread_sugar(data["model"])  # so that overrides can reach what the shorthand stands for
     findings = _unparsable(data, poisoned)
@@ -56,7 +57,7 @@ def load(
     resolved: Any = OmegaConf.to_container(config, resolve=True)
     poisoned |= {path for path, text in texts(resolved) if _UNREADABLE in text}
     request, wrong = assemble(resolved, {*documents, "plan"} - {str(path[0]) for path in inputs.unusable()}, overrides)
-    findings += [one for one in wrong if one.about_form or not under(one.path, poisoned)]
+    findings += [one for one in wrong if not under(one.path, poisoned) or (one.about_form and one.path in ambiguous)]
     problems = [*inputs.problems, *problems, *more, *failed, *map(locator.problem, findings)]
     if problems or request is None:
         raise ProblemsError(_in_order(problems, [document.file for document in documents.values()]))

@@ -179,7 +179,7 @@ class _Reader:
             return False
         meant = _read_as(node)
         text = f"plain {what} {node.value} is ambiguous: YAML 1.1 reads it as {_READ_AS[kind]} {meant}"
-        better = f"write {meant}, or " if kind != "timestamp" else ""
+        better = f"write {meant}, or " if isinstance(_plain_value(meant), int | float) else ""
         self._problem(node, path, text, f"{better}quote it if you mean the text '{node.value}'")
         return True
 

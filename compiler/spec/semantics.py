@@ -27,9 +27,8 @@ def check_model(parsed: Parsed) -> list[Finding]:
         return []
     dims = ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm)
     findings: list[Finding] = []
-    for name, fields in spec.blocks.items():
-        if name in parsed.declared:
-            findings += _check_block(fields, dims, (*_MODEL, "blocks", name))
+    for name, fields in _usable(spec).items():
+        findings += _check_block(fields, dims, (*_MODEL, "blocks", name))
     if not {"layers", "blocks"} & parsed.poisoned:
         for path, group, entry in entries(spec):
             findings += _check_entry(parsed, spec, dims, path, group, entry)
@@ -47,6 +46,11 @@ def entries(spec: ModelSpec) -> Iterator[tuple[KeyPath, LayerGroup, LayerEntry]]
 
 def _kind(fields: BlockFields) -> str:
     return str(getattr(fields, "kind", ""))
+
+
+def _usable(spec: ModelSpec) -> dict[str, BlockFields]:
+    """The declared blocks without a stand-in for none at all."""
+    return {name: fields for name, fields in spec.blocks.items() if _kind(fields) in BLOCKS}
 
 
 def _check_block(fields: BlockFields, dims: ModelDims, path: KeyPath) -> list[Finding]:
@@ -67,7 +71,7 @@ def _check_entry(
     else:
         findings += _check_slot(parsed, spec, ffn_path, ffn, "ffn")
     for slot, name, changes in (("mixer", entry.mixer, entry.override.mixer), ("ffn", ffn, entry.override.ffn)):
-        if changes and name in spec.blocks and name in parsed.declared:
+        if changes and name in _usable(spec):
             findings += _check_override(spec.blocks[name], changes, dims, (*path, "override", slot))
     return list(dict.fromkeys(findings))
 
@@ -76,7 +80,7 @@ def _check_slot(parsed: Parsed, spec: ModelSpec, path: KeyPath, name: str, slot:
     """The name is a declared block of a kind that fits the slot."""
     if name not in parsed.declared:
         return [Finding(path, f"no block is called '{name}'", closest(name, parsed.declared))]
-    if name not in spec.blocks:  # declared, but reported as invalid already
+    if name not in _usable(spec):  # declared, but reported as invalid already
         return []
     kind = _kind(spec.blocks[name])
     fits = BLOCKS[kind]().SLOT
@@ -88,7 +92,7 @@ def _check_slot(parsed: Parsed, spec: ModelSpec, path: KeyPath, name: str, slot:
 
 
 def _slot_names(spec: ModelSpec, slot: str) -> str:
-    slots = {name: BLOCKS[_kind(fields)]().SLOT for name, fields in spec.blocks.items()}
+    slots = {name: BLOCKS[_kind(fields)]().SLOT for name, fields in _usable(spec).items()}
     return listing(name for name, fits in slots.items() if fits == slot)
 
 

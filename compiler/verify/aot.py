@@ -15,7 +15,7 @@ import moec
 from ..graph.ir import Graph
 from ..plan.plan import Plan
 from .checks import check_bucket
-from .hlo import Collective
+from .collectives import Collective
 from .measured import Measured, Request
 from .report import Check, Frozen, Section, Status, combine, size_text
 

@@ -14,7 +14,6 @@ import time
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -22,9 +21,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from moec.blocks.core.program import abstract_arrays
-from moec.runtime.program import load_program
+from moec.runtime.program import Program, load_program
 
 from . import cache, hlo
+from .collectives import collectives
 from .hbm import parse_oom, top_buffers
 from .measured import Measured, Memory, Request, StateArray
 
@@ -48,7 +48,7 @@ def measure(request: Request) -> Measured:
     try:
         lowered, state = lower(program, request)
     except Exception:
-        return blank.model_copy(update={"message": traceback.format_exc()})
+        return blank.model_copy(update={"message": "\n".join(traceback.format_exc().splitlines()[-MESSAGE_LINES:])})
     lower_s = time.perf_counter() - start
     options = compile_options(program, request.topology)
     key = cache.cache_key(program_text(lowered), options, blank.versions, request.topology)
@@ -72,7 +72,7 @@ def _recalled(found: Measured, asked: Measured) -> Measured:
     return found.model_copy(update=fresh)
 
 
-def lower(program: ModuleType, request: Request) -> tuple[Any, tuple[StateArray, ...]]:
+def lower(program: Program, request: Request) -> tuple[Any, tuple[StateArray, ...]]:
     """The bucket's step lowered for the topology's mesh from shapes alone, and the state's arrays."""
     mesh = topology_mesh(program, request.topology)
     state = abstract_arrays(program.state(request.num_pages, request.num_slots), program.RULES, mesh)
@@ -83,10 +83,11 @@ def lower(program: ModuleType, request: Request) -> tuple[Any, tuple[StateArray,
         StateArray(name=jax.tree_util.keystr(path, simple=True, separator="."), bytes=local_bytes(a), aliased=False)
         for path, a in named
     )
-    return program.STEPS[request.bucket].lower(weights, state, batch), arrays
+    step: Any = program.STEPS[request.bucket]
+    return step.lower(weights, state, batch), arrays
 
 
-def topology_mesh(program: ModuleType, topology: str) -> Mesh:
+def topology_mesh(program: Program, topology: str) -> Mesh:
     """The program's mesh over the topology's devices; their number must agree."""
     names, sizes = tuple(program.MESH_AXES), tuple(program.MESH_AXES.values())
     if topology.startswith("cpu"):
@@ -105,7 +106,7 @@ def local_bytes(array: jax.ShapeDtypeStruct) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def compile_options(program: ModuleType, topology: str) -> dict[str, str | bool]:
+def compile_options(program: Program, topology: str) -> dict[str, str | bool]:
     """The program's own options; XLA:CPU knows none of the TPU's."""
     return {} if topology.startswith("cpu") else dict(program.COMPILE_OPTIONS)
 
@@ -147,7 +148,7 @@ def compile_and_read(
     state = tuple(
         array.model_copy(update={"aliased": i in module.aliased_outputs}) for i, array in enumerate(blank.state)
     )
-    found = {"state": state, "collectives": hlo.collectives(module, mesh_axes), "memory": memory_of(compiled)}
+    found = {"state": state, "collectives": collectives(module, mesh_axes), "memory": memory_of(compiled)}
     return blank.model_copy(update={**shared, **found, "outcome": "compiled"})
 
 

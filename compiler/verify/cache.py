@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from .measured import Measured
 
-_READERS = ("hlo.py", "aot_worker.py", "measured.py")
+_READERS = ("hlo.py", "collectives.py", "hbm.py", "aot_worker.py", "measured.py")
 
 
 def cache_key(stablehlo: str, options: Mapping[str, str | bool], versions: Mapping[str, str], topology: str) -> str:

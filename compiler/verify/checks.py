@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ..emit.package import plan_digest
 from ..plan.plan import BucketPlan, CollectivePlan, Plan
-from .hlo import Collective
+from .collectives import Collective
 from .measured import Measured, Memory
 from .report import GIB, Check, size_text, skipped, verdict
 
@@ -37,16 +38,26 @@ class Key(NamedTuple):
 
 def check_bucket(measured: Measured, plan: Plan, layers: Mapping[str, int], backend: str) -> tuple[Check, ...]:
     """All checks of one compiled bucket. layers: how many layers use each block instance."""
-    compiled = check_compiled(measured)
+    first = (*check_digest(measured, plan), check_compiled(measured))
     if measured.memory is None:
-        return (compiled,)
+        return first
     bucket = next(b for b in plan.buckets if b.name == measured.bucket)
     return (
-        compiled,
+        *first,
         *check_memory(measured.memory, plan, measured.bucket, backend),
         check_donation(measured),
         *check_collectives(measured.collectives, plan, bucket, layers, backend),
     )
+
+
+def check_digest(measured: Measured, plan: Plan) -> tuple[Check, ...]:
+    """The compiled program was emitted from this plan; nothing to say when the worker died before it knew."""
+    wanted = plan_digest(plan)
+    if not measured.plan_digest:
+        return ()
+    same = measured.plan_digest == wanted
+    text = f"plan.json {wanted}" if same else f"program of plan {measured.plan_digest}, plan.json is {wanted}"
+    return (verdict("same plan", same, text),)
 
 
 def check_compiled(measured: Measured) -> Check:
@@ -102,13 +113,12 @@ def check_collectives(
     left, extra = expected - counted, counted - expected
     _settle_unscoped(left, extra)
     rewritten = _take_rewritten(left, extra)
-    strict = bucket.tokens_per_rank >= JUDGED_TOKENS
     parts = (
-        ("collectives per layer", tuple(sorted({*layers, ""})), strict),
+        ("collectives per layer", tuple(sorted({*layers, ""})), bucket.tokens_per_rank >= JUDGED_TOKENS),
         ("collectives per step", (STEP,), False),
     )
     return tuple(
-        _judge(name, expected, *(_within_scopes(c, scopes) for c in (left, extra, rewritten)), scopes, strict)
+        _judge(name, *(_within_scopes(c, scopes) for c in (expected, left, extra, rewritten)), strict=strict)
         for name, scopes, strict in parts
     )
 
@@ -185,22 +195,21 @@ def _within_scopes(counts: Counter[Key], scopes: tuple[str, ...]) -> Counter[Key
 
 def _judge(
     name: str,
-    expected: Counter[Key],
+    planned: Counter[Key],
     left: Counter[Key],
     extra: Counter[Key],
     rewritten: Counter[Key],
-    scopes: tuple[str, ...],
+    *,
     strict: bool,
 ) -> Check:
-    planned = _within_scopes(expected, scopes)
+    """One verdict. strict: a collective that XLA expresses otherwise is a failure."""
     notes = [f"missing {key.text(count)}" for key, count in left.items()]
     notes += [f"unplanned {key.text(count)}" for key, count in extra.items()]
     notes += [f"XLA made an all-reduce of {key.text(count)}" for key, count in rewritten.items()]
-    good = not left and not extra and not (strict and rewritten)
     by_op: Counter[str] = Counter()
     for key, count in planned.items():
         by_op[key.op] += count
     summary = ", ".join(f"{count} {op}" for op, count in sorted(by_op.items())) or "none"
     text = f"as planned: {summary}" if not notes else f"planned: {summary}; " + "; ".join(notes)
     numbers = {"planned": sum(planned.values()), "missing": sum(left.values()), "unplanned": sum(extra.values())}
-    return verdict(name, good, text, **numbers)
+    return verdict(name, not left and not extra and not (strict and rewritten), text, **numbers)

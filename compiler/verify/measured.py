@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from .hlo import Collective
+from .collectives import Collective
 from .report import Frozen
 
 

@@ -110,10 +110,11 @@ def cases(program: Program, arrays: Mapping[str, np.ndarray]) -> dict[str, Case]
         found[f"full {part}"] = (ids, chunks.whole(lengths, cap), wanted)
         found[f"ragged {part}"] = (ids, chunks.ragged(lengths, cap, SEED), wanted)
     last = STEP_PREFILL + STEPS
-    ids, wanted = arrays["ids_b"][:, :last].tolist(), arrays["logits_b"][:, :last].copy()
+    stepped = arrays["logits_b"][:, :last].copy()
     if "logits_step" in arrays:
-        wanted[:, STEP_PREFILL:] = arrays["logits_step"]
-    found["cached steps"] = (ids, chunks.steps([last], chunks.largest_chunk(program, 1), STEPS), list(wanted))
+        stepped[:, STEP_PREFILL:] = arrays["logits_step"]
+    cuts = chunks.steps([last], chunks.largest_chunk(program, 1), STEPS)
+    found["cached steps"] = (arrays["ids_b"][:, :last].tolist(), cuts, list(stepped))
     return found
 
 

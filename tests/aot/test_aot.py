@@ -1,10 +1,12 @@
 """verify_aot on a miniature program: it compiles, its state is donated, its collectives are counted and judged."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from moec.compiler.emit.package import plan_digest
 from moec.compiler.plan.plan import Plan
 from moec.compiler.verify import aot
 from moec.compiler.verify.aot import AotBucket, verify_aot
@@ -22,7 +24,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compile_one(plan: Plan, bucket: str, cache_dir: Path, topology: str = TOPOLOGY) -> AotBucket:
-    report = verify_aot(TOY, plan, topology, layers=LAYERS, cache_dir=cache_dir, buckets=[bucket])
+    """One bucket of the miniature program, made out to be of this plan."""
+    digest = plan_digest(plan)
+    folder = cache_dir / f"program-{digest}"
+    shutil.copytree(TOY, folder, dirs_exist_ok=True)
+    text = (TOY / "model.py").read_text().replace('PLAN_DIGEST = "toy"', f'PLAN_DIGEST = "{digest}"')
+    (folder / "model.py").write_text(text)
+    report = verify_aot(folder, plan, topology, layers=LAYERS, cache_dir=cache_dir, buckets=[bucket])
     assert not report.reason
     return report.buckets[0]
 
@@ -82,14 +90,28 @@ def test_out_of_hbm_is_a_failed_check_with_numbers(toy_plan: Plan, cache: Path) 
     assert bucket.measured.oom is not None
     needed, available = bucket.measured.oom.needed, bucket.measured.oom.available
     assert needed > 6_000_000 * 3 * 16 * 256 * 2 > available > 90 << 30
-    assert status(bucket) == {"compiles": "fail"}
+    assert status(bucket) == {"same plan": "pass", "compiles": "fail"}
     assert max(b.bytes for b in bucket.measured.buffers) > available
+
+
+def test_program_of_another_plan_fails(toy_plan: Plan, cache: Path) -> None:
+    report = verify_aot(TOY, toy_plan, TOPOLOGY, layers=LAYERS, cache_dir=cache, buckets=["decode"])
+    assert status(report.buckets[0])["same plan"] == "fail"
 
 
 def test_wrong_topology_is_an_error(toy_plan: Plan, cache: Path) -> None:
     bucket = compile_one(toy_plan, "decode", cache, "tpu7x:2x2x2")
     assert bucket.measured.outcome == "error"
     assert "on the 16 devices of tpu7x:2x2x2" in bucket.measured.message
+
+
+def test_without_libtpu_it_is_skipped(toy_plan: Plan, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(aot.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(aot.platform, "machine", lambda: "arm64")
+    report = verify_aot(TOY, toy_plan, TOPOLOGY, layers=LAYERS, cache_dir=cache)
+    assert report.status == "skipped"
+    assert report.reason == "libtpu has no wheel for Darwin arm64: run this check on Linux x86_64"
 
 
 def test_crash_of_the_worker_is_an_error(toy_plan: Plan, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

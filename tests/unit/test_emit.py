@@ -17,7 +17,10 @@ CUTS = {
     "dp8_ep8": ("cpu:8", ("plan.attention.dp=8", "plan.experts.ep=8")),
     "dp4tp2_ep8": ("cpu:8", ("plan.attention.dp=4", "plan.attention.tp=2", "plan.experts.ep=8")),
     "dp8_ep4tp2": ("cpu:8", ("plan.attention.dp=8", "plan.experts.ep=4", "plan.experts.tp=2")),
-    "dp4tp2_ep4tp2": ("cpu:8", ("plan.attention.dp=4", "plan.attention.tp=2", "plan.experts.ep=4", "plan.experts.tp=2")),
+    "dp4tp2_ep4tp2": (
+        "cpu:8",
+        ("plan.attention.dp=4", "plan.attention.tp=2", "plan.experts.ep=4", "plan.experts.tp=2"),
+    ),
 }
 MAX_MODEL_LINES = 400
 

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from moec.compiler.verify import hlo
+from moec.compiler.verify.collectives import Collective, collectives, replica_groups
 
 HERE = Path(__file__).parent / "hlo"
 MOE = "jit(traced)/shard_map/while/body/closed_call/moe"
 
 
-def read(name: str, axes: dict[str, int]) -> tuple[hlo.Module, tuple[hlo.Collective, ...]]:
+def read(name: str, axes: dict[str, int]) -> tuple[hlo.Module, tuple[Collective, ...]]:
     module = hlo.parse((HERE / f"{name}.txt").read_text())
-    return module, hlo.collectives(module, axes)
+    return module, collectives(module, axes)
 
 
-def brief(found: tuple[hlo.Collective, ...]) -> list[tuple[str, str, tuple[int, ...], int | None]]:
+def brief(found: tuple[Collective, ...]) -> list[tuple[str, str, tuple[int, ...], int | None]]:
     return [(c.op, c.dtype, c.shape, c.count) for c in found]
 
 
@@ -112,7 +113,7 @@ ENTRY %main (a: bf16[8,4]) -> bf16[4,4] {
 
 def test_fused_scatter_start_done_pairs_and_dynamic_loops() -> None:
     module = hlo.parse(FUSED)
-    found = hlo.collectives(module, {"data": 2, "tensor": 2})
+    found = collectives(module, {"data": 2, "tensor": 2})
     assert brief(found) == [
         ("all-reduce", "float32", (4,), None),  # the loop's bound is data
         ("all-reduce", "int32", (2,), None),
@@ -134,7 +135,7 @@ def test_fused_scatter_start_done_pairs_and_dynamic_loops() -> None:
     ],
 )
 def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
-    assert hlo.replica_groups(text, 4) == groups
+    assert replica_groups(text, 4) == groups
 
 
 def test_not_hlo() -> None:

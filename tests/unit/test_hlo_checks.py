@@ -6,8 +6,8 @@ import pytest
 
 from moec.compiler.plan.plan import BucketPlan, CollectivePlan, MemoryPlan, MeshPlan, Plan
 from moec.compiler.verify import checks
+from moec.compiler.verify.collectives import Collective, Loop
 from moec.compiler.verify.hbm import parse_oom, top_buffers
-from moec.compiler.verify.hlo import Collective, Loop
 from moec.compiler.verify.measured import Measured, Memory, StateArray
 from moec.compiler.verify.report import GIB, Check
 

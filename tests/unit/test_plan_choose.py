@@ -20,13 +20,12 @@ from moec.compiler.plan.space import enumerate_options
 from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.compiler.spec.schema import Request
+from moec.targets.target import Value
 
 BIG = "qwen3.5-397b-a17b"
 
 
-def request(
-    *overrides: str, model: str = BIG, target: str = "tpu7x-8", workload: str = "decode_512x9216"
-) -> Request:
+def request(*overrides: str, model: str = BIG, target: str = "tpu7x-8", workload: str = "decode_512x9216") -> Request:
     return load(model, target=target, workload=workload, overrides=overrides)
 
 
@@ -68,12 +67,14 @@ def test_tensor_parallelism_with_a_float8_cache_is_refused_as_computed() -> None
     assert all("behind_pct" in c.numbers or "needed_gib" in c.numbers for c in full)
 
 
-@pytest.mark.parametrize("workload", ["chat_1k1k_c4", "chat_8k1k_c8"])
-def test_tensor_parallelism_wins_at_few_sequences(workload: str) -> None:
+@pytest.mark.parametrize("workload", ["chat_1k1k_c4", "chat_1k1k_c8", "chat_8k1k_c4", "chat_8k1k_c8"])
+def test_tensor_parallelism_is_fastest_at_few_sequences(workload: str) -> None:
     plan = make_plan(request(workload=workload))
-    best = min((c for c in plan.candidates if "decode_ms" in c.numbers), key=lambda c: c.numbers["decode_ms"])
-    assert (best.attention, best.experts) == ("TP8", "EP8")
-    assert chosen(plan)[0] == "TP8"
+    for key in ("decode_ms", "tpot_ms"):
+        best = min((c for c in plan.candidates if key in c.numbers), key=lambda c: c.numbers[key])
+        assert (best.attention, best.experts) == ("TP8", "EP8")
+    # With 8k prompts at 8 sequences the advantage shrinks below the model's error.
+    assert (chosen(plan)[0] == "TP8") == (workload != "chat_8k1k_c8")
 
 
 @pytest.mark.parametrize(
@@ -113,33 +114,43 @@ def brute_force(allowed: list[Priced]) -> Priced:
 
 
 def random_questions(number: int) -> list[Question]:
-    """Small instances: random shapes, workloads and machines, from a fixed seed."""
+    """Small instances: random workloads and machines, from a fixed seed."""
     rng = random.Random(7)
-    base = {target: ask(request(model="tiny/qwen3_5_moe", target=target, workload="tiny")) for target in ("cpu:4", "cpu:8")}
-    found = []
-    for _ in range(number):
-        one = base[rng.choice(list(base))]
-        target, workload = one.target, one.workload
-        scaled = {key: getattr(target, key).value * 10 ** rng.uniform(-2, 2) for key in ("hbm_gbps", "layer_overhead_us")}
-        ici = target.ici.model_copy(
-            update={"alpha_us": target.ici.alpha_us.model_copy(update={"value": 10 ** rng.uniform(-1, 3)})}
-        )
-        values = {key: getattr(target, key).model_copy(update={"value": value}) for key, value in scaled.items()}
-        memory = target.hbm_gib.model_copy(update={"value": 0.5 + 10 ** rng.uniform(-1.2, 0.5)})
-        found.append(
-            replace(
-                one,
-                target=target.model_copy(update={**values, "ici": ici, "hbm_gib": memory}),
-                workload=workload.model_copy(update={"concurrency": rng.choice((1, 8, 64)), "isl": rng.choice((8, 64))}),
-                _weights={},
-            )
-        )
-    return found
+    base = [ask(request(model="tiny/qwen3_5_moe", target=f"cpu:{n}", workload="tiny")) for n in (2, 4)]
+    return [_random_question(rng, rng.choice(base)) for _ in range(number)]
 
 
-def test_choice_is_optimal_on_random_instances() -> None:
+def _random_question(rng: random.Random, base: Question) -> Question:
+    target = base.target
+
+    def scaled(value: Value, low: float, high: float) -> Value:
+        return value.model_copy(update={"value": value.value * 10 ** rng.uniform(low, high)})
+
+    changes = {
+        "hbm_gbps": scaled(target.hbm_gbps, -2, 2),
+        "layer_overhead_us": scaled(target.layer_overhead_us, -3, 1),
+        "hbm_gib": target.hbm_gib.model_copy(update={"value": 0.5 + 10 ** rng.uniform(-1.6, -0.5)}),
+        "ici": target.ici.model_copy(
+            update={
+                "alpha_us": scaled(target.ici.alpha_us, -3, 1),
+                "gbps_per_link": scaled(target.ici.gbps_per_link, -1, 3),
+            }
+        ),
+        "hbm_copy": target.hbm_copy.model_copy(update={"points": ((2.0**20, 10 ** rng.uniform(-1, 2)),)}),
+    }
+    workload = {"concurrency": rng.choice((1, 8, 64)), "isl": rng.choice((8, 64, 256)), "osl": rng.choice((8, 64))}
+    return replace(
+        base,
+        target=target.model_copy(update=changes),
+        workload=base.workload.model_copy(update={**workload, "max_context": 320}),
+        _weights={},
+    )
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_choice_is_optimal_on_random_instances(number: int) -> None:
     outcomes: Counter[str] = Counter()
-    for question in random_questions(200):
+    for question in random_questions(number):
         judged = judge(question)
         priced = [one.result for one in judged if isinstance(one.result, Priced)]
         winners = [one.result for one in judged if one.verdict == "CHOSEN"]
@@ -151,7 +162,7 @@ def test_choice_is_optimal_on_random_instances() -> None:
         assert isinstance(winner, Priced)
         best = brute_force(priced)
         assert (winner.token_seconds, winner.hbm_bytes) == (best.token_seconds, best.hbm_bytes)
-        outcomes[f"{winner.option.attention} {winner.option.experts}"] += 1
+        outcomes[f"{winner.option.attention} {winner.option.experts} {winner.option.sharded}"] += 1
     assert outcomes["none"] and len(outcomes) > 4  # the instances do differ
 
 

@@ -1,9 +1,20 @@
 """Target data: every number has an origin, names resolve, and fits and curves follow the published points."""
 
+from itertools import pairwise
+
 import pytest
 
 from moec.compiler.plan.cost import Machine, fit_alpha_beta, interpolate
-from moec.targets.target import Curve, Target, Value, load_target, parse_name, read_topologies, target_names, with_overrides
+from moec.targets.target import (
+    Curve,
+    Target,
+    Value,
+    load_target,
+    parse_name,
+    read_topologies,
+    target_names,
+    with_overrides,
+)
 
 GIB = 2**30
 
@@ -72,7 +83,12 @@ def test_aliases_are_unique() -> None:
 
 @pytest.mark.parametrize(
     ("word", "part"),
-    [("v7x:2x2x1", "chips: cpu, tpu7x, v5p, v6e"), ("tpu7x:3x3", "2x2x1"), ("tpu7x-9", "2x2x1"), ("cpu:3", "1, 2, 4, 8")],
+    [
+        ("v7x:2x2x1", "chips: cpu, tpu7x, v5p, v6e"),
+        ("tpu7x:3x3", "2x2x1"),
+        ("tpu7x-9", "2x2x1"),
+        ("cpu:3", "1, 2, 4, 8"),
+    ],
 )
 def test_unknown_names_say_what_is_accepted(word: str, part: str) -> None:
     with pytest.raises(ValueError, match="unknown target") as caught:
@@ -115,7 +131,7 @@ def test_small_pieces_stream_slower_and_never_faster_than_the_curve(ironwood: Ta
     machine = Machine.of(ironwood)
     sizes = [2**k for k in range(12, 34)]
     speeds = [size / machine.memory_seconds(size, size) for size in sizes]
-    assert all(a < b or a == pytest.approx(b, rel=1e-3) for a, b in zip(speeds, speeds[1:], strict=False))
+    assert all(a < b or a == pytest.approx(b, rel=1e-3) for a, b in pairwise(speeds))
     assert speeds[0] < 0.01 * speeds[-1]
 
 
