@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -36,10 +38,10 @@ demo: $(STAMP) ## plan, emit and compile a 397B model for TPU, then run a tiny o
 	$(BIN)/moec verify $(TINY) --reference $(TINY_WEIGHTS)/ref.npz
 
 test: $(STAMP) ## the tests (at most 10 minutes on 2 cores; no network, no torch)
-	$(BIN)/python -m pytest -m "not slow and not aot"
+	$(PYTEST) -m "not slow and not aot"
 
 test-full: test ## `make test`, then all meshes and the TPU compilations (marks slow and aot)
-	$(BIN)/python -m pytest -m "slow or aot"
+	$(PYTEST) -m "slow or aot"
 
 lint: $(STAMP) ## style, types, import laws and drift of generated/
 	$(BIN)/ruff check .

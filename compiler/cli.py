@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
+from moec import __version__
 from moec.runtime.errors import InputError, fold
 
 from .commands.common import Parser, print_json
@@ -104,5 +104,5 @@ def _top_parser() -> argparse.ArgumentParser:
         f"commands:\n{listing}\n\n{EXPLANATION}",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do, see below")
-    parser.add_argument("--version", action="version", version=f"moec {version('moec')}")
+    parser.add_argument("--version", action="version", version=f"moec {__version__}")
     return parser

@@ -132,15 +132,17 @@ def _json(text: bytes, where: str) -> tuple[dict[str, Any], str | None]:
     repeated: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        repeated.extend(key for key, count in Counter(key for key, _ in items).items() if count > 1)
-        return dict(items)
+        found = dict(items)
+        if len(found) < len(items):
+            repeated.extend(key for key, count in Counter(key for key, _ in items).items() if count > 1)
+        return found
 
     try:
         document = json.loads(text, object_pairs_hook=pairs)
     except ValueError as error:
         return {}, f"{where}: unreadable JSON ({error})"
     if repeated:
-        return {}, f"{where}: names {', '.join(repeated)} twice"
+        return {}, f"{where} names {', '.join(repeated)} twice"
     return (document, None) if isinstance(document, dict) else ({}, f"{where}: not a JSON object")
 
 

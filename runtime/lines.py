@@ -7,7 +7,7 @@ The whole input is one batch.
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 from tokenizers import Tokenizer
@@ -41,7 +41,7 @@ def _parse(program: Program, argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _devices(count: int) -> list[jax.Device]:
+def _devices(count: int) -> list[Any]:
     """The devices of the program's mesh. Where there is only a CPU, as many virtual ones."""
     jax.config.update("jax_num_cpu_devices", count)  # other backends do not read it
     return jax.devices()[:count]

@@ -6,6 +6,7 @@ padding. Outside the step every array has the leading axis R; inside shard_map i
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,17 +98,17 @@ def index_rows(batch: Batch) -> Rows:
     )
 
 
-def local(tree):
+def local(tree: Any) -> Any:
     """Drop the leading rank axis that shard_map leaves with size 1."""
     return jax.tree.map(lambda a: a[0], tree)
 
 
-def ranked(tree):
+def ranked(tree: Any) -> Any:
     """Put the leading rank axis back."""
     return jax.tree.map(lambda a: a[None], tree)
 
 
-def stack_layers(*scanned):
+def stack_layers(*scanned: Array) -> Array:
     """New cache rows of several scans, [repeats, layers per repeat, T, C] each, as [layers, T, C] in layer order."""
     return jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in scanned])
 

@@ -31,7 +31,6 @@ def work(dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 
 def temp_bytes(dims: ModelDims, load: Load) -> int:
-    """Float32 logits: the piece before it goes home, and own rows while sampling."""
+    """Float32 logits of own rows, and the piece of all ranks' rows they come from when the vocabulary is cut."""
     own = load.seqs * dims.vocab_size * 4
-    piece = load.seqs * load.degrees.dp * (dims.vocab_size // load.degrees.head) * 4
-    return 3 * own + (piece if load.degrees.head > 1 else 0)
+    return own if load.degrees.head == 1 else own + own * load.degrees.dp // load.degrees.head

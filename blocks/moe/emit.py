@@ -76,7 +76,7 @@ def _combine(fields: Fields, site: Site, imports: Imports) -> tuple[str, ...]:
         imports.append((COLLECTIVES, "all_reduce"))
         lines.append("y_TD = all_reduce(y_TD, TENSOR)  # the devices of one rank hold different experts")
     if fields.shared and not site.shared_sharded:
-        lines.append(f"y_TD = y_TD + {_shared_call(fields, site, 'T')}")
+        lines.append(f"y_TD = (y_TD + {_shared_call(fields, site, 'T')}).astype(x_TD.dtype)")
     return tuple(lines)
 
 

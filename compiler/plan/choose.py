@@ -14,6 +14,7 @@ from .cost import BAND_PCT
 from .dtypes import check_dtypes, resolve_dtypes
 from .evaluate import GIB, Priced, Question, Rejected, evaluate
 from .memory import BAND_PCT as MEMORY_BAND_PCT
+from .memory import available_bytes
 from .plan import Plan, Reason
 from .record import build_plan
 from .space import Option, enumerate_options, factor_pairs
@@ -33,17 +34,22 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rule:
-    """One step of the order between ties: the smallest key wins, keys within tolerance of it too."""
+    """One step of the order between ties: the smallest key wins, and keys at most `slack` above it."""
 
     name: str
     key: Callable[[Priced], Any]
     show: Callable[[Priced], str]
-    tolerance: float = 0.0
+    slack: Callable[[Priced], float] | None = None
+
+
+def _hbm_slack(priced: Priced) -> float:
+    """Differences of a few percent of the device's memory change nothing for the user, nor can the model see them."""
+    return MEMORY_BAND_PCT / 100 * available_bytes(priced.memory)
 
 
 RULES = (
-    Rule("collectives per layer", lambda p: p.collectives_per_layer, lambda p: f"{p.collectives_per_layer:g}", 1e-9),
-    Rule("HBM", lambda p: p.hbm_bytes, lambda p: f"{p.hbm_bytes / GIB:.1f} GiB", MEMORY_BAND_PCT / 100),
+    Rule("collectives per layer", lambda p: p.collectives_per_layer, lambda p: f"{p.collectives_per_layer:g}"),
+    Rule("HBM", lambda p: p.hbm_bytes, lambda p: f"{p.hbm_bytes / GIB:.1f} GiB", _hbm_slack),
     Rule("simplicity", lambda p: p.complexity, lambda p: "{} cut, expert TP{}, {} mesh axes".format(*p.complexity)),
     Rule("predicted time", lambda p: p.token_seconds, lambda p: f"{p.token_seconds * 1e3:.2f} ms"),
 )
@@ -109,7 +115,7 @@ def eliminate(allowed: Sequence[Priced]) -> dict[Option, tuple[Reason, str]]:
 def _apply(rule: Rule, tied: list[Priced]) -> tuple[list[Priced], list[Priced], Priced]:
     """(survivors, losers, the best) of one rule."""
     best = min(tied, key=rule.key)
-    limit = rule.key(best) if not rule.tolerance else rule.key(best) * (1 + rule.tolerance)
+    limit = rule.key(best) + rule.slack(best) if rule.slack else rule.key(best)
     kept = [one for one in tied if rule.key(one) <= limit]
     return kept, [one for one in tied if rule.key(one) > limit], best
 
@@ -171,33 +177,36 @@ def explain_infeasible(question: Question, judged: Sequence[Judged]) -> list[Pro
         pairs = ", ".join(f"{a}x{b}" for a, b in factor_pairs(question.target.num_devices))
         text = f"no sharding of {question.target.num_devices} devices satisfies {', '.join(pinned)}"
         return [Problem(path, text, f"dp x tp and ep x tp are each one of: {pairs}")]
-    hint = _nearest(question, judged)
-    closest: dict[tuple[str, str, str], Judged] = {}
-    for one in left:
-        key = (one.option.attention, one.option.experts, one.verdict)
-        if key not in closest or one.numbers.get("needed_gib", 0) < closest[key].numbers.get("needed_gib", 0):
-            closest[key] = one
-    ranked = sorted(closest.values(), key=lambda one: -one.numbers.get("max_concurrency", -1))
-    target, most = question.target.name, 4
+    closest: dict[tuple[str, Reason], Judged] = {}
+    for one in sorted(left, key=_shortfall):
+        closest.setdefault((one.option.attention, one.verdict), one)
+    where = f"on {question.target.name}"
     return [
-        Problem(
-            path, f"{one.verdict}: {one.option.attention} with {one.option.experts} on {target} {_reason(one)}", hint
-        )
-        for one in ranked[:most]
+        Problem(path, f"{one.verdict}: {one.option.attention} with {one.option.experts} {where} {_reason(one)}", hint)
+        for one, hint in zip(closest.values(), (_nearest(judged), *[""] * len(closest)), strict=False)
     ]
+
+
+def _shortfall(one: Judged) -> tuple[float, float]:
+    """How far a rejected option is from running: sequences it would hold, then GiB it lacks, in steps of 0.1."""
+    return -one.numbers.get("max_concurrency", -1), round(one.numbers.get("needed_gib", 0), 1)
 
 
 def _reason(one: Judged) -> str:
     return one.why if one.verdict == "HBM" else f"cannot run: {one.why}"
 
 
-def _nearest(question: Question, judged: Sequence[Judged]) -> str:
-    """What would be feasible: the best plan without pins, or the most sequences any plan holds."""
+def _nearest(judged: Sequence[Judged]) -> str:
+    """What would be feasible: the fastest plan without pins, or the most sequences any plan holds."""
     free = [one.result for one in judged if isinstance(one.result, Priced)]
     if free:
         best = min(free, key=lambda one: one.token_seconds)
-        return f"without the pins: {best.option.attention} with {best.option.experts} fits"
-    most = max((int(one.numbers.get("max_concurrency", 0)) for one in judged), default=0)
-    if most:
-        return f"workload.concurrency={most} would fit with other shardings or placements"
-    return "the weights alone do not fit: use more devices or smaller dtypes"
+        return f"without the pins {best.option.attention} with {best.option.experts} would run"
+    short = [one for one in judged if one.verdict == "HBM"]
+    if not short:
+        return ""
+    best_fit = min(short, key=_shortfall)
+    most = int(best_fit.numbers["max_concurrency"])
+    if not most:
+        return "the weights alone do not fit: use more devices or smaller dtypes"
+    return f"workload.concurrency={most} fits, with {best_fit.option.attention} and {best_fit.option.experts}"

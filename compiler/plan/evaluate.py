@@ -103,7 +103,7 @@ class Priced:
         """Message rounds per layer, averaged; an all-reduce is a reduce-scatter and an all-gather."""
         calls = [op for op in self.costs[DECODE].collectives() if op.scope not in ("embed", "head")]
         rounds = sum(op.layers * (2 if op.collective and op.collective.kind == "all-reduce" else 1) for op in calls)
-        return rounds / self.num_layers
+        return round(rounds / self.num_layers, 6)
 
     @property
     def complexity(self) -> tuple[int, int, int]:
@@ -156,6 +156,7 @@ def evaluate(question: Question, option: Option) -> Priced | Rejected:
 def _out_of_memory(question: Question, option: Option, memory: MemoryPlan) -> Rejected:
     needed, available = needed_bytes(memory) / GIB, available_bytes(memory) / GIB
     most, context = question.max_sequences(option), question.workload.max_context
-    why = f"needs {needed:.1f} of {available:.2f} GiB per device; at most {most} sequences of {context} tokens fit"
-    numbers = {"needed_gib": needed, "available_gib": available, "max_concurrency": most}
-    return Rejected(option, "HBM", why, numbers)
+    weights = sum(question.weight_bytes(option.degrees).values()) / GIB
+    room = f"at most {most} sequences of {context} tokens fit" if most else f"{weights:.1f} GiB are weights"
+    numbers = {"needed_gib": needed, "available_gib": available, "max_concurrency": most, "weights_gib": weights}
+    return Rejected(option, "HBM", f"needs {needed:.1f} of {available:.2f} GiB per device; {room}", numbers)

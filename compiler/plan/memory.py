@@ -183,9 +183,9 @@ class TempModel:
     residual_copies: residual streams alive beside a block's intermediates.
     """
 
-    base_bytes: int = 64 * 2**20
+    base_bytes: int = 8 * 2**20
     scale: float = 1.0
-    residual_copies: int = 3
+    residual_copies: int = 1
 
 
 def temp_bytes(graph: Graph, load: Load, model: TempModel) -> int:

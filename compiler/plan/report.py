@@ -253,12 +253,12 @@ def _candidates(title: str, found: Sequence[Candidate], note: str) -> Section:
             "/".join(place[0].upper() for place in (one.embed, one.head, one.shared_expert)),
             one.verdict,
             *(f"{one.numbers[key]:.2f}" if key in one.numbers else "" for key in ("tpot_ms", "decode_ms", "mixed_ms")),
-            f"{one.numbers.get('hbm_gib', one.numbers.get('needed_gib', 0)):.1f}",
+            _candidate_size(one),
             one.why,
         )
         for one in found
     )
-    numbers = ("token ms", "decode ms", "mixed ms", "HBM GiB")
+    numbers = ("token ms", "decode ms", "mixed ms", "HBM")
     columns = (
         *(Column(name) for name in ("attention", "experts", "E/H/S", "verdict")),
         *(Column(name, "right") for name in numbers),
@@ -266,6 +266,11 @@ def _candidates(title: str, found: Sequence[Candidate], note: str) -> Section:
     )
     legend = "E/H/S: embedding, head, shared expert Replicated or Sharded. Times are predicted."
     return Section(title, columns, rows, note=f"{note} {legend}".strip())
+
+
+def _candidate_size(one: Candidate) -> str:
+    found = one.numbers.get("hbm_gib", one.numbers.get("needed_gib"))
+    return "" if found is None else _size(found * GIB)
 
 
 def render_plan(plan: Plan, console: Console) -> None:

@@ -58,6 +58,8 @@ def verify_aot(
     layers: Mapping[str, int],
     cache_dir: Path,
     buckets: Sequence[str] | None = None,
+    num_pages: int | None = None,
+    num_slots: int | None = None,
     keep_dumps: Path | None = None,
     timeout_s: float = 1800.0,
     progress: Callable[[str], None] | None = None,
@@ -65,7 +67,8 @@ def verify_aot(
     """Compile the program's buckets for `topology` and check each against the plan.
 
     topology: a libtpu name such as "tpu7x:2x2x1", or "cpu:N". layers: layers per block instance
-    (block_layers(graph)). buckets: names, null = all. cache_dir keeps results and the lock.
+    (block_layers(graph)). buckets: names, None = all. num_pages, num_slots: per rank, None = as
+    planned; more of them ask whether the chip would hold more. cache_dir keeps results and the lock.
     keep_dumps: a directory for the XLA dumps, one folder per bucket; bypasses the cache.
     """
     reason = why_not(topology)
@@ -82,8 +85,8 @@ def verify_aot(
             program_dir=str(program_dir.resolve()),
             topology=topology,
             bucket=name,
-            num_pages=plan.pages_per_rank,
-            num_slots=plan.slots_per_rank,
+            num_pages=num_pages or plan.pages_per_rank,
+            num_slots=num_slots or plan.slots_per_rank,
             cache_dir=str(cache_dir / "aot"),
             lock_file=str(cache_dir / "aot.lock"),
             keep_dump=str((keep_dumps / name).resolve()) if keep_dumps else None,

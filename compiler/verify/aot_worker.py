@@ -6,10 +6,12 @@ the compiler may abort it, and because libtpu wants its environment before the f
 
 import importlib.metadata
 import math
+import os
 import re
 import resource
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from contextlib import nullcontext
@@ -34,6 +36,7 @@ _SCOPE_NAMES = re.compile(r'loc\("([^"]+)"\(')
 
 def main(request_file: str, result_file: str) -> None:
     """Answer one request."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     request = Request.model_validate_json(Path(request_file).read_bytes())
     Path(result_file).write_text(measure(request).model_dump_json())
 
@@ -168,6 +171,13 @@ def _read(dump: str, ending: str) -> str:
     """The dump's file with this ending: the largest, should the compiler have built helper modules."""
     files = sorted(Path(dump).glob(f"*{ending}"), key=lambda path: path.stat().st_size)
     return files[-1].read_text() if files else ""
+
+
+def _end_with_parent(parent: int) -> None:
+    """A compile takes minutes: nobody should wait for one whose asker was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _cpu_seconds() -> float:

@@ -7,12 +7,16 @@ import numpy as np
 from moec.runtime.program import Program
 from moec.runtime.schedule import limits_of
 
+from ..problems import Problem, ProblemsError
+
 
 def largest_chunk(program: Program, num_sequences: int) -> int:
     """Tokens of one row that always fit a step when every rank runs its share of the sequences at once."""
     limits = limits_of(program.BUCKETS, program.PAGE_SIZE)
     rows_per_rank = -(-num_sequences // program.NUM_RANKS)
-    assert rows_per_rank <= limits.rows, (num_sequences, limits)
+    if rows_per_rank > limits.rows:
+        text = f"{program.NAME} serves {limits.rows} sequences per rank, this check runs {rows_per_rank} at once"
+        raise ProblemsError([Problem("plan.max_seqs", text, hint=f"plan.max_seqs={rows_per_rank}")])
     return min(limits.max_q, limits.tokens // rows_per_rank)
 
 

@@ -140,17 +140,23 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
         return int(match.group(1))
     body = module.computations.get(loop.attr("condition"), ())
     root = next((inst for inst in body if inst.is_root), None)
-    if root is None or root.opcode not in ("compare", "fusion"):
+    if root is None:
         return None
-    if root.opcode == "compare" and "direction=LT" not in root.attrs:
+    # The comparison may be fused, with the constant inside or outside of the fusion.
+    fused = tuple(inst for name in root.called for inst in module.computations.get(name, ()))
+    compared = [inst for inst in (root, *fused) if inst.opcode == "compare"]
+    if len(compared) != 1 or "direction=LT" not in compared[0].attrs:
         return None
-    named = {inst.name: inst for inst in body}
+    read = re.findall(r"%([\w.\-]+)", root.operands)
     limits = [
-        int(named[name].operands)
-        for name in re.findall(r"%([\w.\-]+)", root.operands)
-        if name in named and named[name].opcode == "constant" and named[name].operands.lstrip("-").isdigit()
+        value for inst in (*fused, *(i for i in body if i.name in read)) if (value := _constant(inst)) is not None
     ]
     return limits[0] if len(limits) == 1 else None
+
+
+def _constant(inst: Instruction) -> int | None:
+    is_integer = inst.opcode == "constant" and inst.operands.lstrip("-").isdigit()
+    return int(inst.operands) if is_integer else None
 
 
 def arrays_of(type_text: str) -> list[ArrayType]:

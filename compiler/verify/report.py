@@ -15,7 +15,8 @@ MIB = 1 << 20
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # "Infinity" as text: JSON has no such number.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Check(Frozen):

@@ -23,14 +23,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("aot-cache")
 
 
-def compile_one(plan: Plan, bucket: str, cache_dir: Path, topology: str = TOPOLOGY) -> AotBucket:
+def compile_one(
+    plan: Plan, bucket: str, cache_dir: Path, topology: str = TOPOLOGY, num_pages: int | None = None
+) -> AotBucket:
     """One bucket of the miniature program, made out to be of this plan."""
     digest = plan_digest(plan)
     folder = cache_dir / f"program-{digest}"
     shutil.copytree(TOY, folder, dirs_exist_ok=True)
     text = (TOY / "model.py").read_text().replace('PLAN_DIGEST = "toy"', f'PLAN_DIGEST = "{digest}"')
     (folder / "model.py").write_text(text)
-    report = verify_aot(folder, plan, topology, layers=LAYERS, cache_dir=cache_dir, buckets=[bucket])
+    report = verify_aot(
+        folder, plan, topology, layers=LAYERS, cache_dir=cache_dir, buckets=[bucket], num_pages=num_pages
+    )
     assert not report.reason
     return report.buckets[0]
 
@@ -84,8 +88,7 @@ def test_rewritten_scatter_is_reported(toy_plan: Plan, cache: Path) -> None:
 
 
 def test_out_of_hbm_is_a_failed_check_with_numbers(toy_plan: Plan, cache: Path) -> None:
-    plan = toy_plan.model_copy(update={"pages_per_rank": 6_000_000})
-    bucket = compile_one(plan, "decode", cache)
+    bucket = compile_one(toy_plan, "decode", cache, num_pages=6_000_000)
     assert bucket.measured.outcome == "oom"
     assert bucket.measured.oom is not None
     needed, available = bucket.measured.oom.needed, bucket.measured.oom.available

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from moec.blocks.core.batch import Batch, Sampling
 
 MakeBatch = Callable[..., Batch]
@@ -40,7 +41,11 @@ def _make_batch(
     assert new_S.sum() <= num_tokens and (new_S[:num_decode] == 1).all()
     table_SP = np.zeros((num_rows, pages_per_seq), np.int32)
     slot_S = np.zeros(num_rows, np.int32)
-    table_SP[: len(lengths)] = _random_tables([sum(row) for row in lengths], pages_per_seq, page_size, num_pages, rng) if tables is None else tables
+    table_SP[: len(lengths)] = (
+        _random_tables([sum(row) for row in lengths], pages_per_seq, page_size, num_pages, rng)
+        if tables is None
+        else tables
+    )
     slot_S[: len(lengths)] = rng.permutation(np.arange(1, num_slots))[: len(lengths)] if slots is None else slots
     positions = np.concatenate([old + np.arange(new) for old, new in lengths])
     zeros = jnp.zeros(num_rows, jnp.float32)

@@ -125,6 +125,43 @@ def test_fused_scatter_start_done_pairs_and_dynamic_loops() -> None:
     assert (found[2].is_async, found[3].op_name) == (True, "jit(f)/moe/x")
 
 
+CONDITION = """HloModule m, num_partitions=1
+
+%less (p: s32[]) -> pred[] {{
+  %p = s32[] parameter(0)
+  {inside}
+  ROOT %lt = pred[] compare(%p, %limit), direction={direction}
+}}
+
+%cond (c: (s32[])) -> pred[] {{
+  %c = (s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %bound = s32[] constant(7)
+  ROOT %fused = pred[] fusion({operands}), kind=kLoop, calls=%less
+}}
+
+ENTRY %main (a: (s32[])) -> (s32[]) {{
+  %a = (s32[]) parameter(0)
+  ROOT %loop = (s32[]) while(%a), condition=%cond, body=%less
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "operands", "direction", "trips"),
+    [
+        ("%limit = s32[] constant(5)", "%i", "LT", 5),
+        ("%limit = s32[] parameter(1)", "%i, %bound", "LT", 7),
+        ("%limit = s32[] parameter(1)", "%i, %i", "LT", None),
+        ("%limit = s32[] constant(5)", "%i", "GT", None),
+    ],
+)
+def test_trip_count_of_a_fused_condition(inside: str, operands: str, direction: str, trips: int | None) -> None:
+    module = hlo.parse(CONDITION.format(inside=inside, operands=operands, direction=direction))
+    loop = next(inst for inst in module.computations["main"] if inst.opcode == "while")
+    assert hlo.trip_count(module, loop) == trips
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [

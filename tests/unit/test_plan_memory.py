@@ -55,6 +55,17 @@ def test_padding_is_what_the_compiler_lays_out(root: Path) -> None:
     assert not wrong
 
 
+def test_plans_agree_with_compiled_programs(root: Path) -> None:
+    """Arguments to the byte (a plan counts the mixed bucket's batch), arguments and temporaries within 0.2 %."""
+    rows = json.loads((root / "targets/tpu7x/evidence/aot_memory.json").read_text())["rows"]
+    assert {row[3] for row in rows} == {"decode", "mixed"}
+    for model, workload, overrides, bucket, arguments, temporaries in rows:
+        memory = make_plan(load(model, target="tpu7x-8", workload=workload, overrides=tuple(overrides))).memory
+        assert 0 <= memory.arguments_bytes - arguments < (1 if bucket == "mixed" else 100_000)
+        total = memory.arguments_bytes + memory.temp_bytes[bucket]
+        assert total == pytest.approx(arguments + temporaries, rel=0.002)
+
+
 @pytest.mark.parametrize(("option", "gib"), [(DP8, 60.03), (TP8, 47.62)])
 def test_weights_are_those_of_the_compiled_model(option: Option, gib: float) -> None:
     """The compiled reference had scales per column instead of per block, and a conv stack of its own."""

@@ -1,0 +1,12 @@
+# Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
+# Digests: spec 6513ea3c0020bc84, target 62a550153d1fc214, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan cdf54a9ea0c203cc
+"""Complete prompts with qwen3.5-397b-a17b: python -m THIS_PACKAGE.serve --weights DIR < prompts.txt"""
+
+import sys
+
+from moec.runtime.lines import main
+
+from . import model
+
+if __name__ == "__main__":
+    sys.exit(main(model, sys.argv[1:], sys.stdin, sys.stdout))

@@ -1,0 +1,1 @@
+"""tiny_qwen3_5_moe on cpu, emitted by moec."""

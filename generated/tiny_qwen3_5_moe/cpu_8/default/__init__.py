@@ -1,0 +1,1 @@
+"""tiny_qwen3_5_moe on cpu:8, emitted by moec."""
