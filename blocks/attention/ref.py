@@ -56,13 +56,13 @@ def attention(
     k_TGH = rope(k_TGH, batch.positions, dim=rope_dim, theta=rope_theta, pairing=rope_pairing)
     kv_new_TC = _saturate(jnp.concatenate([k_TGH.reshape(T, G * H), v_TF], axis=-1), kv_pool.dtype)
 
-    q_TNH, new_TC = np.asarray(q_TNH), np.asarray(kv_new_TC, np.float32)
+    query_TNH, new_TC = np.asarray(q_TNH), np.asarray(kv_new_TC, np.float32)
     out_TNH = np.zeros((T, N, H), np.float32)
     for row, first, last, start in _ranges(batch, rows):
         pages = np.asarray(batch.page_table[row]) + int(pool_layer) * num_pages
         old_KC = np.asarray(kv_pool[pages], np.float32).reshape(-1, 2 * G * H)[:start]
         kv_K2GH = np.concatenate([old_KC, new_TC[first:last]]).reshape(-1, 2, G, H)
-        out_TNH[first:last] = _attend(q_TNH[first:last], kv_K2GH[:, 0], kv_K2GH[:, 1], start, scale)
+        out_TNH[first:last] = _attend(query_TNH[first:last], kv_K2GH[:, 0], kv_K2GH[:, 1], start, scale)
     if output_gate:
         out_TNH = out_TNH * np.exp(-np.logaddexp(0, -gate_TNH))  # sigmoid, no overflow at either end
     return jnp.asarray(out_TNH.reshape(T, N * H) @ weight["w_o"]), kv_new_TC

@@ -22,6 +22,6 @@ def emit(fields: Fields, site: Site) -> Emission:
     return Emission(
         imports=((site.module, "gated_delta"), *imports),
         constants=constants,
-        doc=f"Gated DeltaNet: {fields.num_v_heads} value heads on {fields.num_qk_heads} query/key heads of {fields.dk}.",
+        doc=f"Gated DeltaNet: {fields.num_v_heads} value, {fields.num_qk_heads} query/key heads of {fields.dk}.",
         fields={"name": site.name, "p": name, "norm_eps": repr(norm.eps), "combine": combine},
     )

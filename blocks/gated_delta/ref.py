@@ -35,24 +35,24 @@ def gated_delta(
     Returns out [T, D] float32 (zero for padding tokens) and the two pools.
     """
     T, Q, V, dk, dv = h_TD.shape[0], num_qk_heads, num_v_heads, head_k_dim, head_v_dim
-    h_TD = np.asarray(h_TD, np.float32)
+    x_TD = np.asarray(h_TD, np.float32)
     weight = {name: np.asarray(value, np.float32) for name, value in w.items()}
-    m_TF = np.concatenate([h_TD @ weight[name] for name in ("w_q", "w_k", "w_v")], axis=1)
+    m_TF = np.concatenate([x_TD @ weight[name] for name in ("w_q", "w_k", "w_v")], axis=1)
     taps_FK = np.concatenate([weight[name] for name in ("conv_q", "conv_k", "conv_v")])
-    z_TVd = (h_TD @ weight["w_z"]).reshape(T, V, dv)
-    beta_TV = _sigmoid(h_TD @ weight["w_b"])
+    z_TVd = (x_TD @ weight["w_z"]).reshape(T, V, dv)
+    beta_TV = _sigmoid(x_TD @ weight["w_b"])
     # The log decay, always <= 0; softplus is log(1 + e^x).
-    g_TV = -np.exp(weight["a_log"]) * np.logaddexp(0, h_TD @ weight["w_a"] + weight["dt_bias"])
+    g_TV = -np.exp(weight["a_log"]) * np.logaddexp(0, x_TD @ weight["w_a"] + weight["dt_bias"])
 
-    conv_pool, state_pool = np.array(conv_pool), np.array(state_pool)
+    conv, state = np.array(conv_pool), np.array(state_pool)
     o_TVd = np.zeros((T, V, dv), np.float32)
     cu_q = np.asarray(batch.cu_q).tolist()
     for row in range(len(cu_q) - 1):
         if cu_q[row + 1] == cu_q[row]:
             continue
         place = (int(pool_layer), int(batch.slot[row]))
-        window_KF = conv_pool[place].astype(np.float32).reshape(conv_kernel - 1, -1)
-        state_Vkd = state_pool[place].astype(np.float32)
+        window_KF = conv[place].astype(np.float32).reshape(conv_kernel - 1, -1)
+        state_Vkd = state[place].astype(np.float32)
         if not bool(batch.has_state[row]):
             window_KF, state_Vkd = np.zeros_like(window_KF), np.zeros_like(state_Vkd)
         for t in range(cu_q[row], cu_q[row + 1]):
@@ -65,11 +65,11 @@ def gated_delta(
             o_TVd[t], state_Vkd = _step(
                 q_Vk / np.float32(dk**0.5), k_Vk, x_F[2 * Q * dk :].reshape(V, dv), beta_TV[t], g_TV[t], state_Vkd
             )
-        conv_pool[place] = window_KF.reshape(-1)
-        state_pool[place] = state_Vkd
+        conv[place] = window_KF.reshape(-1)
+        state[place] = state_Vkd
     normed_TVd = o_TVd / np.sqrt(np.mean(o_TVd**2, axis=-1, keepdims=True) + np.float32(norm_eps))
     y_TF = (normed_TVd * weight["out_norm"] * _silu(z_TVd)).reshape(T, V * dv)
-    return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(conv_pool), jnp.asarray(state_pool)
+    return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(conv), jnp.asarray(state)
 
 
 def _step(

@@ -31,6 +31,9 @@ def work(dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 
 def temp_bytes(dims: ModelDims, load: Load) -> int:
-    """Float32 logits of own rows, and the piece of all ranks' rows they come from when the vocabulary is cut."""
+    """Float32 logits: own rows; with a cut vocabulary also its piece for all ranks, once more before a join."""
     own = load.seqs * dims.vocab_size * 4
-    return own if load.degrees.head == 1 else own + own * load.degrees.dp // load.degrees.head
+    if load.degrees.head == 1:
+        return own
+    piece = own * load.degrees.dp // load.degrees.head
+    return own + piece * (2 if load.degrees.dp > 1 and load.degrees.tp > 1 else 1)

@@ -13,7 +13,6 @@ from ..emit.emit import emit
 from ..emit.package import program_dir
 from ..plan.choose import make_plan
 from ..plan.plan import Plan
-from ..spec.files import list_models
 from ..spec.load import load
 from ..spec.schema import Request
 from .common import fail, log, one_name, program_folder, use_cpu_devices
@@ -41,7 +40,7 @@ def find_program(words: list[str], target: str | None, workload: str | None, *, 
     name, overrides = one_name(words, "MODEL or DIR")
     folder = program_folder(name)
     if folder is None:
-        extra = () if workload else _context_override(overrides, positions)
+        extra = () if workload else context_override(overrides, positions)
         return emit_cached(load_request(name, target or visible_target(), workload, (*extra, *overrides)))
     plan = read_plan(folder)
     if workload or overrides or (target and not _names_target(target, plan)):
@@ -49,7 +48,7 @@ def find_program(words: list[str], target: str | None, workload: str | None, *, 
     return Emitted(folder, plan, None)
 
 
-def _context_override(overrides: tuple[str, ...], positions: int) -> tuple[str, ...]:
+def context_override(overrides: tuple[str, ...], positions: int) -> tuple[str, ...]:
     """max_context as the next power of two, so that not every prompt length is another program."""
     if positions <= DEFAULT_CONTEXT or any(word.startswith("workload.max_context=") for word in overrides):
         return ()
@@ -65,7 +64,7 @@ def _names_target(target: str, plan: Plan) -> bool:
 
 def load_request(model: str, target: str | None, workload: str | None, overrides: tuple[str, ...]) -> Request:
     """The request; a workload that nobody named is the default one."""
-    return load(model_named(model), target=target, workload=workload or DEFAULT_WORKLOAD, overrides=overrides)
+    return load(model, target=target, workload=workload or DEFAULT_WORKLOAD, overrides=overrides)
 
 
 def emit_cached(request: Request) -> Emitted:
@@ -84,14 +83,7 @@ def read_plan(folder: Path) -> Plan:
 
 def same_request(plan: Plan) -> Request:
     """The request a plan was made from."""
-    return load(model_named(plan.model), target=plan.target, workload=plan.workload, overrides=plan.overrides)
-
-
-def model_named(name: str) -> str:
-    """The shipped model that a name stands for: plans hold the spec's own name, which has _ for the folder's /."""
-    if Path(name).is_file() or name in (shipped := list_models()):
-        return name
-    return next((model for model in shipped if model.replace("/", "_") == name), name)
+    return load(plan.model_source, target=plan.target, workload=plan.workload_source, overrides=plan.overrides)
 
 
 def prepare_devices(plan: Plan) -> None:

@@ -6,14 +6,15 @@ key/value heads repeated where the tensor-parallel degree exceeds their number.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from moec.blocks.core.array_info import FP8_BLOCK, ArrayInfo, Op, Source
 from moec.blocks.core.declare import AXIS_ROLES, HeadCut, PagedState, SlotState, Weight
-from moec.blocks.registry import BLOCKS
+from moec.blocks.core.work import Dtypes, itemsize
 
 from ..graph.build import sources
 from ..graph.ir import BlockInst, Graph
+from ..graph.weights import block_of, block_state, block_weights, model_weights, residual_weights
 from ..plan.plan import Plan
 
 
@@ -36,18 +37,12 @@ class StateArray:
     @property
     def bytes_per_entry(self) -> int:
         """Bytes of one token (paged) or one sequence (slot) over all layers, all devices of a rank."""
-        return self.layers * math.prod(self.inner) * dtype_bytes(self.dtype)
+        return self.layers * math.prod(self.inner) * itemsize(self.dtype)
 
 
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    sizes = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4}
-    return sizes[dtype]
-
-
-def role_dtype(role: str, plan: Plan) -> str:
-    """The plan's dtype for a weight role; decay parameters stay float32 (the gate math is float32)."""
-    return {"expert": plan.dtypes.expert, "decay": "float32"}.get(role, plan.dtypes.weight)
+def role_dtypes(plan: Plan) -> Dtypes:
+    """The plan's dtype for every role of a weight or a state."""
+    return Dtypes(**{field.name: getattr(plan.dtypes, field.name) for field in fields(Dtypes)})
 
 
 def kv_copies(axis: str | None, cuts: tuple[HeadCut, ...], plan: Plan) -> tuple[int, int]:
@@ -65,38 +60,38 @@ def block_layers(graph: Graph, name: str) -> tuple[int, ...]:
 
 def dense_arrays(graph: Graph, inst: BlockInst, plan: Plan, layers: tuple[int, ...]) -> dict[str, ArrayInfo]:
     """A block's scanned weights for the given layers: leading dim = layers."""
-    declared = BLOCKS[inst.kind]().weights(inst.fields, graph.dims)
-    return {key: _stacked(graph, inst, key, w, plan, layers) for key, w in declared.items() if not w.stacked}
+    declared = {key: w for key, w in block_weights(graph, inst).items() if not w.stacked}
+    cuts = block_of(inst).cuts(inst.fields)
+    return {key: _stacked(graph, f"{inst.name}.{key}", w, cuts, plan, layers) for key, w in declared.items()}
 
 
 def expert_arrays(graph: Graph, inst: BlockInst, plan: Plan) -> dict[str, ArrayInfo]:
     """A block's loop-invariant stacks over all its layers, with block scales when they are float8."""
-    declared = BLOCKS[inst.kind]().weights(inst.fields, graph.dims)
-    layers = block_layers(graph, inst.name)
+    declared = {key: w for key, w in block_weights(graph, inst).items() if w.stacked}
+    cuts, layers = block_of(inst).cuts(inst.fields), block_layers(graph, inst.name)
     found = {}
     for key, weight in declared.items():
-        if not weight.stacked:
-            continue
-        found[key] = _stacked(graph, inst, key, weight, plan, layers)
+        found[key] = _stacked(graph, f"{inst.name}.{key}", weight, cuts, plan, layers)
         if found[key].dtype == "float8_e4m3fn":
             found[f"{key}_scale"] = _scales(found[key], key)
     return found
 
 
 def _stacked(
-    graph: Graph, inst: BlockInst, key: str, weight: Weight, plan: Plan, layers: tuple[int, ...]
+    graph: Graph, key: str, weight: Weight, cuts: tuple[HeadCut, ...], plan: Plan, layers: tuple[int, ...]
 ) -> ArrayInfo:
-    shape, ops = list(weight.shape), ()
+    shape = list(weight.shape)
+    ops: tuple[Op, ...] = ()
     for dim, axis in enumerate(weight.axes):
-        copies, heads = kv_copies(axis, BLOCKS[inst.kind]().cuts(inst.fields), plan)
+        copies, heads = kv_copies(axis, cuts, plan)
         if copies > 1:
             ops = (*ops, ("repeat", dim - len(shape), shape[dim] // heads, copies))
             shape[dim] *= copies
     return ArrayInfo(
         shape=(len(layers), *shape),
-        dtype=role_dtype(weight.role, plan),
+        dtype=role_dtypes(plan).of(weight.role),
         axes=(None, *weight.axes),
-        sources=_with_ops(sources(graph, f"{inst.name}.{key}"), ops),
+        sources=_with_ops(sources(graph, key), ops),
         layers=layers,
         init=weight.init,
     )
@@ -113,33 +108,24 @@ def _scales(info: ArrayInfo, key: str) -> ArrayInfo:
 
 def top_arrays(graph: Graph, plan: Plan) -> dict[str, ArrayInfo]:
     """Embedding, final norm and head, by checkpoint key."""
-    hidden, vocab, dtype = graph.dims.hidden_size, graph.dims.vocab_size, plan.dtypes.weight
-
-    def info(key: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ArrayInfo:
-        return ArrayInfo(shape, dtype, axes, sources(graph, key), init=init)
-
-    found = {
-        "embed.table": info("embed.table", (vocab, hidden), ("embed_vocab", None)),
-        "final_norm": info("final_norm", (hidden,), (None,), "gain"),
+    dtypes = role_dtypes(plan)
+    return {
+        key: ArrayInfo(w.shape, dtypes.of(w.role), w.axes, sources(graph, key), init=w.init)
+        for key, w in model_weights(graph).items()
     }
-    if not graph.tied_head:
-        found["head.w"] = info("head.w", (hidden, vocab), (None, "head_vocab"))
-    return found
 
 
 def norm_array(graph: Graph, slot: str, plan: Plan, layers: tuple[int, ...]) -> ArrayInfo:
     """Gains of one residual slot's norm ("mixer_norm" or "ffn_norm") over the given layers."""
-    hidden = graph.dims.hidden_size
-    found = sources(graph, f"layer.{slot}")
-    return ArrayInfo((len(layers), hidden), plan.dtypes.weight, (None, None), found, layers, "gain")
+    return _stacked(graph, f"layer.{slot}", residual_weights(graph)[f"layer.{slot}"], (), plan, layers)
 
 
 def state_arrays(graph: Graph, plan: Plan) -> tuple[StateArray, ...]:
     """Every pool of the model, in order of the blocks."""
     found = []
     for inst in graph.blocks().values():
-        cuts = BLOCKS[inst.kind]().cuts(inst.fields)
-        for state in BLOCKS[inst.kind]().state(inst.fields, graph.dims):
+        cuts = block_of(inst).cuts(inst.fields)
+        for state in block_state(graph, inst):
             found.append(_state_array(graph, inst, state, cuts, plan))
     return tuple(found)
 
@@ -148,10 +134,7 @@ def _state_array(
     graph: Graph, inst: BlockInst, state: PagedState | SlotState, cuts: tuple[HeadCut, ...], plan: Plan
 ) -> StateArray:
     name = "kv" if isinstance(state, PagedState) else state.name
-    inner = tuple(
-        size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(state.shape, state.axes, strict=True)
-    )
-    dtype = {"kv": plan.dtypes.kv, "state": plan.dtypes.state, "conv": plan.dtypes.conv}[state.role]
+    inner = tuple(size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(state.shape, state.axes, strict=True))
     return StateArray(
         key=f"{inst.name}.{name}",
         block=inst.name,
@@ -159,7 +142,7 @@ def _state_array(
         paged=isinstance(state, PagedState),
         inner=inner,
         axes=state.axes,
-        dtype=dtype,
+        dtype=role_dtypes(plan).of(state.role),
     )
 
 

@@ -1,6 +1,7 @@
 """The files of an emitted program: model.py, weights.py, serve.py, plan.json, README.md."""
 
 import hashlib
+import shlex
 from pathlib import Path
 
 from ..graph.ir import Graph
@@ -30,8 +31,17 @@ def plan_json(plan: Plan) -> str:
 
 def regenerate_command(plan: Plan) -> str:
     """The command line that writes this program again."""
-    words = ["moec", "compile", plan.model, "--target", plan.target, "--workload", plan.workload, *plan.overrides]
-    return " ".join(words)
+    words = [
+        "moec",
+        "compile",
+        plan.model_source,
+        "--target",
+        plan.target,
+        "--workload",
+        plan.workload_source,
+        *plan.overrides,
+    ]
+    return shlex.join(words)
 
 
 def header(plan: Plan) -> tuple[str, ...]:

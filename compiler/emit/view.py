@@ -8,7 +8,7 @@ from moec.blocks.core.emission import Constant, Emission, Site
 from moec.blocks.registry import BLOCKS, EMITTERS
 
 from ..graph.ir import BlockInst, Graph, Group, Layer
-from ..plan.plan import Plan
+from ..plan.plan import BucketPlan, Plan
 from .arrays import StateArray, block_layers, mesh_rules, state_arrays
 
 
@@ -228,9 +228,7 @@ def _has_stack(inst: BlockInst, graph: Graph) -> bool:
     return any(w.stacked for w in BLOCKS[inst.kind]().weights(inst.fields, graph.dims).values())
 
 
-def _block(
-    inst: BlockInst, graph: Graph, plan: Plan, emitted: Emission, pools: tuple[StateArray, ...]
-) -> BlockView:
+def _block(inst: BlockInst, graph: Graph, plan: Plan, emitted: Emission, pools: tuple[StateArray, ...]) -> BlockView:
     layer, slot = next(
         (layer, slot)
         for _, layer in graph.layers()
@@ -312,7 +310,8 @@ def _layer_params(layer: Layer, graph: Graph, pools: tuple[StateArray, ...], ord
 
 
 def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]) -> GroupView:
-    steps, new_kv = [], {}
+    steps: list[StepView] = []
+    new_kv: dict[str, list[str]] = {}
     for position, layer in enumerate(group.layers):
         outs = ["x_TD"]
         for inst in (layer.mixer, layer.ffn):
@@ -386,7 +385,7 @@ def _head(graph: Graph, plan: Plan) -> str:
     return f"logits(h_TD, {matrix})"
 
 
-def _bucket(bucket) -> str:
+def _bucket(bucket: BucketPlan) -> str:
     return (
         f"Bucket(tokens_per_rank={bucket.tokens_per_rank}, seqs_per_rank={bucket.seqs_per_rank}, "
         f"max_q={bucket.max_q}, pages_per_seq={bucket.pages_per_seq})"

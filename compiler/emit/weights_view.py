@@ -61,7 +61,11 @@ def _tables(graph: Graph, plan: Plan) -> list[TableView]:
             found.append(TableView(f"{inst.name}_stack", doc, _lines(stacks, "layers")))
     for slot in ("mixer_norm", "ffn_norm"):
         info = norm_array(graph, slot, plan, tuple(range(graph.num_layers)))
-        found.append(TableView(f"{slot}_weights", "Gains of one norm of the given layers.", tuple(info_lines("", info, "layers"))))
+        found.append(
+            TableView(
+                f"{slot}_weights", "Gains of one norm of the given layers.", tuple(info_lines("", info, "layers"))
+            )
+        )
     return found
 
 

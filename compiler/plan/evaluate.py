@@ -10,7 +10,7 @@ from ..graph.ir import Graph
 from ..spec.schema import PlanPins, Workload
 from .cost import Machine, StepCost, price_step
 from .memory import (
-    SCALE_BLOCK,
+    FP8_BLOCK,
     SCALED,
     TempModel,
     available_bytes,
@@ -133,7 +133,7 @@ class Rejected:
 
 def evaluate(question: Question, option: Option) -> Priced | Rejected:
     """Divisibility, mesh, step sizes, HBM, in this order; then the price."""
-    scale_block = SCALE_BLOCK if question.dtypes.expert == SCALED else None
+    scale_block = FP8_BLOCK if question.dtypes.expert == SCALED else None
     if cut := indivisible(question.graph, option, scale_block):
         return Rejected(option, "INDIVISIBLE", str(cut), {"size": cut.size, "degree": cut.degree})
     mesh = mesh_of(option)

@@ -154,11 +154,16 @@ class Candidate(Frozen):
 
 
 class Plan(Frozen):
-    """The decision record of one (model, target, workload)."""
+    """The decision record of one (model, target, workload).
+
+    model, workload: names; *_source: name or file as the user gave it, to plan the same again.
+    """
 
     model: str
+    model_source: str
     target: str
     workload: str
+    workload_source: str
     digests: dict[str, str]  # spec, target, workload, overrides
     overrides: tuple[str, ...]
     mesh: MeshPlan

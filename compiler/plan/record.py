@@ -29,8 +29,10 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
     workload = question.workload
     return Plan(
         model=request.model.name,
+        model_source=request.model_source,
         target=question.target.name,
         workload=workload.name,
+        workload_source=request.workload_source or workload.name,
         digests=request.digests,
         overrides=request.overrides,
         mesh=chosen.mesh,

@@ -8,6 +8,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +62,7 @@ def load(
     problems = [*inputs.problems, *problems, *more, *failed, *map(locator.problem, findings)]
     if problems or request is None:
         raise ProblemsError(_in_order(problems, [document.file for document in documents.values()]))
-    return request
+    return replace(request, model_source=model, workload_source=workload)
 
 
 def _in_order(problems: Iterable[Problem], files: list[str]) -> list[Problem]:

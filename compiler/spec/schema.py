@@ -199,7 +199,8 @@ class Request:
     """Everything the user asked for, checked.
 
     pins: plan overrides on top of the model file's `mesh`. digests: sha256 of the
-    composed roots by name ("spec", "target", "workload", "overrides").
+    composed roots by name ("spec", "target", "workload", "overrides"). model_source,
+    workload_source: name or file as the user gave it, to load the same again.
     """
 
     model: ModelSpec
@@ -209,3 +210,5 @@ class Request:
     pins: PlanPins
     overrides: tuple[str, ...]
     digests: dict[str, str]
+    model_source: str = ""
+    workload_source: str | None = None

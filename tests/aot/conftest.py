@@ -29,8 +29,10 @@ def toy_plan() -> Plan:
     data = ("data",)
     return Plan(
         model="toy",
+        model_source="toy.yaml",
         target="tpu7x:2x2x1",
         workload="none",
+        workload_source="none",
         digests={},
         overrides=(),
         mesh=MeshPlan(axes=(("data", RANKS),), attention_dp=data, attention_tp=(), expert_ep=data, expert_tp=()),

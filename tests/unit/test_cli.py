@@ -7,7 +7,9 @@ import pytest
 
 from moec.compiler.cli import COMMANDS, main
 from moec.compiler.commands.common import split_words
+from moec.compiler.commands.programs import DEFAULT_CONTEXT, DEFAULT_WORKLOAD, context_override
 from moec.compiler.plan.plan import Plan
+from moec.compiler.spec.load import load
 
 TINY = "tiny/mixtral"
 
@@ -99,6 +101,15 @@ def test_options_and_overrides_alternate(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_words_with_an_equals_sign_are_overrides() -> None:
     assert split_words(["a", "b.c=1", "d", "~e.f"]) == (["a", "d"], ("b.c=1", "~e.f"))
+
+
+def test_the_default_workload_grows_to_the_prompts() -> None:
+    workload = load(TINY, workload=DEFAULT_WORKLOAD).workload
+    assert workload is not None
+    assert workload.max_context == DEFAULT_CONTEXT
+    assert context_override((), DEFAULT_CONTEXT) == ()
+    assert context_override((), DEFAULT_CONTEXT + 1) == (f"workload.max_context={2 * DEFAULT_CONTEXT}",)
+    assert context_override(("workload.max_context=4096",), 300) == ()
 
 
 def test_compile_writes_where_it_says_and_finds_drift(

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec 6513ea3c0020bc84, target 62a550153d1fc214, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan cdf54a9ea0c203cc
+# Digests: spec 6513ea3c0020bc84, target 62a550153d1fc214, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan e86f5feb9b82d458
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -31,7 +31,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "cdf54a9ea0c203cc"  # sha256 of plan.json
+PLAN_DIGEST = "e86f5feb9b82d458"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -108,7 +108,7 @@ def batch(bucket):
 
 
 def gdn(x_TD, w, pools, batch, rows, layer, bucket):
-    """Gated DeltaNet: 64 value heads on 16 query/key heads of 128."""
+    """Gated DeltaNet: 64 value, 16 query/key heads of 128."""
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):

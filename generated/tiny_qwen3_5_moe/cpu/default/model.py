@@ -1,5 +1,5 @@
-# Emitted by moec; do not edit. Regenerate: moec compile tiny_qwen3_5_moe --target cpu --workload default
-# Digests: spec 9d322b78f05cb9d7, target a8ad9cc42fb97dd3, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 4f8a04bb51411199
+# Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
+# Digests: spec 9d322b78f05cb9d7, target a8ad9cc42fb97dd3, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan ea4568a50a5d599b
 """tiny_qwen3_5_moe on cpu: 4 layers, attention DP1, experts EP1.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -30,7 +30,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "4f8a04bb51411199"  # sha256 of plan.json
+PLAN_DIGEST = "ea4568a50a5d599b"  # sha256 of plan.json
 
 MESH_AXES = {"data": 1}  # 1 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -107,7 +107,7 @@ def batch(bucket):
 
 
 def gdn(x_TD, w, pools, batch, rows, layer, bucket):
-    """Gated DeltaNet: 4 value heads on 2 query/key heads of 16."""
+    """Gated DeltaNet: 4 value, 2 query/key heads of 16."""
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):

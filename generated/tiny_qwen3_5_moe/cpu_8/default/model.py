@@ -1,5 +1,5 @@
-# Emitted by moec; do not edit. Regenerate: moec compile tiny_qwen3_5_moe --target cpu:8 --workload default
-# Digests: spec 9d322b78f05cb9d7, target 67bff2212e583f3f, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan ac9ead31d238f8f3
+# Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu:8 --workload default
+# Digests: spec 9d322b78f05cb9d7, target 67bff2212e583f3f, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan b23380e1a28125ad
 """tiny_qwen3_5_moe on cpu:8: 4 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -31,7 +31,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "ac9ead31d238f8f3"  # sha256 of plan.json
+PLAN_DIGEST = "b23380e1a28125ad"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -108,7 +108,7 @@ def batch(bucket):
 
 
 def gdn(x_TD, w, pools, batch, rows, layer, bucket):
-    """Gated DeltaNet: 4 value heads on 2 query/key heads of 16."""
+    """Gated DeltaNet: 4 value, 2 query/key heads of 16."""
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):
