@@ -75,6 +75,7 @@ class Load:
     tokens: static step size, padding included. seqs: static rows. decode_rows: rows of one
     token; decode_context: keys such a row reads on average, decode_longest: the longest one.
     prefill_tokens: tokens in prefill chunks; prefill_context: keys one of them sees on average.
+    row_tile: rows the chip computes at least at once (fewer cost the same).
     """
 
     tokens: int
@@ -87,6 +88,7 @@ class Load:
     page_size: int
     degrees: Degrees
     dtypes: Dtypes
+    row_tile: int
 
     @property
     def gathered_tokens(self) -> int:

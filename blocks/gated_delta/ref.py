@@ -57,13 +57,13 @@ def gated_delta(
             window_KF, state_Vkd = np.zeros_like(window_KF), np.zeros_like(state_Vkd)
         for t in range(cu_q[row], cu_q[row + 1]):
             window_KF = np.concatenate([window_KF, m_TF[t : t + 1]])
-            x_F = _silu(np.sum(window_KF * taps_FK.T, axis=0))
+            m_F = _silu(np.sum(window_KF * taps_FK.T, axis=0))
             window_KF = window_KF[1:]
             q_Vk, k_Vk = (
-                np.repeat(_unit(x.reshape(Q, dk)), V // Q, axis=0) for x in (x_F[: Q * dk], x_F[Q * dk : 2 * Q * dk])
+                np.repeat(_unit(x.reshape(Q, dk)), V // Q, axis=0) for x in (m_F[: Q * dk], m_F[Q * dk : 2 * Q * dk])
             )
             o_TVd[t], state_Vkd = _step(
-                q_Vk / np.float32(dk**0.5), k_Vk, x_F[2 * Q * dk :].reshape(V, dv), beta_TV[t], g_TV[t], state_Vkd
+                q_Vk / np.float32(dk**0.5), k_Vk, m_F[2 * Q * dk :].reshape(V, dv), beta_TV[t], g_TV[t], state_Vkd
             )
         conv[place] = window_KF.reshape(-1)
         state[place] = state_Vkd

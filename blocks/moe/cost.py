@@ -8,7 +8,7 @@ from ..core.declare import ModelDims
 from ..core.work import Gemm, Load, Stream, Term, itemsize, touched
 from .block import Fields
 
-_MIN_ROWS, _MAX_ROWS = 8, 256
+_MAX_ROWS = 256  # beyond, an expert's weights are read often enough per product
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
@@ -43,7 +43,7 @@ def block_rows(fields: Fields, load: Load) -> int:
     """
     mean = load.valid_tokens * fields.router.top_k / fields.router.num_experts
     rows = 2 ** ceil(log2(max(mean + 2 * sqrt(mean), 1)))
-    return min(max(rows, _MIN_ROWS), _MAX_ROWS)
+    return min(max(rows, load.row_tile), _MAX_ROWS)
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:

@@ -61,7 +61,7 @@ class Question:
         return plan_steps(option, self.workload, self.pins, self.target, seqs)
 
     def loads(self, option: Option, steps: Steps) -> dict[str, Load]:
-        return step_loads(option, steps, self.workload, self.dtypes)
+        return step_loads(option, steps, self.workload, self.dtypes, self.target)
 
     def memory(self, option: Option, steps: Steps) -> MemoryPlan:
         weights, loads = self.weight_bytes(option.degrees), self.loads(option, steps)

@@ -60,7 +60,9 @@ def plan_steps(option: Option, workload: Workload, pins: PlanPins, target: Targe
     )
 
 
-def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes) -> dict[str, Load]:
+def step_loads(
+    option: Option, steps: Steps, workload: Workload, dtypes: Dtypes, target: Target
+) -> dict[str, Load]:
     """The load of each bucket in the steady state, when all rows decode and the mixed step is full."""
     decode = Load(
         tokens=steps.seqs,
@@ -73,6 +75,7 @@ def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes)
         page_size=steps.page_size,
         degrees=option.degrees,
         dtypes=dtypes,
+        row_tile=target.tiling.sublanes,
     )
     room = steps.mixed_tokens - steps.seqs
     mixed = Load(**{**vars(decode), "tokens": steps.mixed_tokens, "prefill_tokens": room})

@@ -34,7 +34,7 @@ def decode_load(dp: int, concurrency: int, context: float, dtypes: Dtypes = PUBL
     tp = 8 // dp
     rows = concurrency // dp
     degrees = Degrees(dp=dp, tp=tp, ep=8, shared=tp, head=tp, embed=tp)
-    return Load(rows, rows, rows, context, context, 0, 0, 256, degrees, dtypes)
+    return Load(rows, rows, rows, context, context, 0, 0, 256, degrees, dtypes, 8)
 
 
 def published_dtype(inst: BlockInst | None, key: str, weight: Weight) -> str:
