@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "moec needs Python's venv module (Debian: apt-get install python3-venv)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing moec and its dependencies into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --config-settings editable_mode=compat --editable '.[dev]'
 	@touch $@
 
 BIG := qwen3.5-397b-a17b --target tpu7x-8 --workload decode_512x9216

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from jax import Array
 from jax.sharding import Mesh
 
+from moec.blocks.core.array_info import ArrayInfo
+
 from .placement import sharding_of, zeros
 from .program import Program
 
@@ -16,7 +18,6 @@ class PageAllocator:
         assert num_pages >= 2, f"{num_pages} pages: page 0 is the sink, so nothing could be stored"
         self._free = list(range(num_pages - 1, 0, -1))
         self._taken: set[int] = set()
-        self.capacity = num_pages - 1
 
     @property
     def available(self) -> int:
@@ -41,7 +42,6 @@ class SlotAllocator:
 
     def __init__(self, num_slots: int):
         self._ids = PageAllocator(num_slots)
-        self.capacity = self._ids.capacity
 
     @property
     def available(self) -> int:
@@ -55,7 +55,14 @@ class SlotAllocator:
         self._ids.free((slot,))
 
 
+def state_info(program: Program, num_pages: int, num_slots: int) -> dict[str, ArrayInfo]:
+    """The program's abstract state with as many pages, or slots, in every pool; counts per rank, sinks included."""
+    pages = {key: num_pages for key, pool in program.POOLS.items() if "bytes_per_page" in pool}
+    slots = {key: num_slots for key, pool in program.POOLS.items() if "bytes_per_slot" in pool}
+    return program.state(pages, slots)
+
+
 def allocate_state(program: Program, mesh: Mesh, num_pages: int, num_slots: int) -> dict[str, Array]:
     """The program's state, zeros made on the devices; counts are per rank, sinks included."""
-    infos = program.state(num_pages, num_slots)
+    infos = state_info(program, num_pages, num_slots)
     return {key: zeros(info, sharding_of(program, mesh, info)) for key, info in infos.items()}

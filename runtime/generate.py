@@ -50,6 +50,7 @@ def generate(
 ) -> list[Completion]:
     """Complete every prompt. Prompt i draws with seed sampling.seed + i, whatever runs beside it.
 
+    Everything is compiled before the first token.
     num_pages, num_slots: per rank, sinks included; what the plan budgets when None.
     """
     pages = program.NUM_PAGES if num_pages is None else num_pages
@@ -61,8 +62,9 @@ def generate(
     if problems:
         raise RequestError(problems)
     ranks = [Rank(PageAllocator(pages), SlotAllocator(slots)) for _ in range(program.NUM_RANKS)]
-    engine = _Engine(Stepper(program, mesh, program.STEPS), weights, ranks, limits, frozenset(stop_ids), on_token)
     state = allocate_state(program, mesh, pages, slots)
+    stepper = Stepper(program, mesh, program.STEPS, _buckets_for(program, prompts), weights, state)
+    engine = _Engine(stepper, weights, ranks, limits, frozenset(stop_ids), on_token)
     while waiting or any(rank.running for rank in ranks):
         admit(waiting, ranks, limits)
         state = engine.step(state)
@@ -120,6 +122,12 @@ def _start(program: Program, index: int, ids: Sequence[int], max_tokens: int, sa
     seeded = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, (sampling.seed + index) % 2**32)
     limit = min(len(ids) + max_tokens, program.MAX_CONTEXT)
     return Running(index, [int(token) for token in ids], limit, seeded)
+
+
+def _buckets_for(program: Program, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Buckets that may run: without a prompt of two tokens every row is a decode row."""
+    single = all(len(ids) == 1 for ids in prompts)
+    return [name for name, bucket in program.BUCKETS.items() if bucket.max_q == 1 or not single]
 
 
 def check_sampling(sampling: SamplingParams, max_tokens: int) -> list[str]:

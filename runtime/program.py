@@ -27,8 +27,10 @@ class Program(Protocol):
 
     MESH_AXES: name -> size, major to minor. RULES: logical axis -> mesh axes it is cut over
     ("rank" is the leading axis of state and batch). NUM_PAGES, NUM_SLOTS: counts per rank that
-    the plan budgets, 0 is the sink of each. COMPILE_OPTIONS: for whoever compiles for the
-    target's backend. IGNORE: fnmatch patterns of checkpoint tensors nobody needs.
+    the plan budgets, 0 is the sink of each. POOLS: state key -> what it takes per rank:
+    tokens_per_page, bytes_per_page and window (tokens kept, None = all) where it is paged, else
+    bytes_per_slot. COMPILE_OPTIONS: for whoever compiles for the target's backend. IGNORE:
+    fnmatch patterns of checkpoint tensors nobody needs.
     SCALE_SUFFIX, SCALE_BLOCK: block scales of a float8 tensor are stored as name + suffix, one
     per (rows, columns) of the stored matrix.
     """
@@ -44,7 +46,7 @@ class Program(Protocol):
     NUM_PAGES: int
     NUM_SLOTS: int
     BUCKETS: dict[str, Bucket]
-    POOLS: dict[str, dict[str, int]]
+    POOLS: dict[str, dict[str, int | None]]
     COMPILE_OPTIONS: dict[str, Any]
     IGNORE: tuple[str, ...]
     SCALE_SUFFIX: str | None
@@ -59,12 +61,17 @@ class Program(Protocol):
 
     def weights(self) -> dict[str, Any]: ...
 
-    def state(self, num_pages: int, num_slots: int) -> dict[str, ArrayInfo]: ...
+    def state(self, pages: dict[str, int], slots: dict[str, int]) -> dict[str, ArrayInfo]: ...
 
     def batch(self, bucket: str) -> Batch: ...
 
+    # Jitted, the state is donated; one slot per rank, int32 [R], in every slot pool.
+    def copy_slot(self, state: Any, source: Any, target: Any) -> Any: ...
 
-NAMES = (*Program.__annotations__, "mesh", "weights", "state", "batch")
+    def zero_slot(self, state: Any, slot: Any) -> Any: ...
+
+
+NAMES = (*Program.__annotations__, "mesh", "weights", "state", "batch", "copy_slot", "zero_slot")
 
 
 def load_program(directory: str | Path) -> Program:

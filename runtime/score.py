@@ -84,19 +84,27 @@ def _run(
     cuts = [list(cut) for cut in chunks] if chunks is not None else [[len(tokens)] for tokens in ids]
     _check(program, ids, cuts, limits_of(program.BUCKETS, program.PAGE_SIZE))
     placed = _place(program, ids)
-    stepper = Stepper(program, mesh, steps)
+    orders = [_order(program, placed, cuts, k) for k in range(max(map(len, cuts)))]
+    plans = [[[_row(placed[i], cuts[i], k) for i in rank] for rank in order] for k, order in enumerate(orders)]
+    names = _buckets_for(program, plans)
     state = allocate_state(program, mesh, program.NUM_PAGES, program.NUM_SLOTS)
-    for k in range(max(map(len, cuts))):
-        order = _order(program, placed, cuts, k)
-        rows = [[_row(placed[i], cuts[i], k) for i in rank] for rank in order]
-        if choose_bucket(program.BUCKETS, rows) is None:
-            raise RequestError([f"step {k}: its chunks are more tokens or rows than any bucket takes on one rank"])
+    stepper = Stepper(program, mesh, steps, names, weights, state)
+    for k, (order, rows) in enumerate(zip(orders, plans, strict=True)):
         state, *outputs = stepper(weights, state, rows)
         arrays = [np.asarray(output) for output in outputs]
         for r, rank in enumerate(order):
             ends = np.cumsum([cuts[i][k] for i in rank])
             for i, end in zip(rank, ends, strict=True):
                 collect(i, r, slice(end - cuts[i][k], end), *arrays)
+
+
+def _buckets_for(program: Program, plans: Sequence[Sequence[Sequence[Row]]]) -> set[str]:
+    """The buckets of all steps; rows that no bucket takes are refused before anything runs."""
+    chosen = [choose_bucket(program.BUCKETS, ranks) for ranks in plans]
+    if None in chosen:
+        k = chosen.index(None)
+        raise RequestError([f"step {k}: its chunks are more tokens or rows than any bucket takes on one rank"])
+    return {name for name in chosen if name is not None}
 
 
 def _check(program: Program, ids: Sequence[Sequence[int]], cuts: list[list[int]], limits: Limits) -> None:

@@ -1,37 +1,53 @@
-"""Calling an emitted step: the right bucket, compiled for the devices at hand."""
+"""Calling an emitted step: all buckets that will be used are compiled for the devices at hand before the first call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
+
+from moec.blocks.core.program import abstract_arrays
 
 from .packing import Row, choose_bucket, pack, place
 from .program import Program
 
 
 class Stepper:
-    """One family of a program's steps (STEPS, STEPS_LOGITS or STEPS_TAPPED) on one mesh."""
+    """One family of a program's steps (STEPS, STEPS_LOGITS or STEPS_TAPPED) on one mesh, compiled when made.
 
-    def __init__(self, program: Program, mesh: Mesh, steps: dict[str, Callable[..., Any]]):
-        self._program, self._mesh, self._steps = program, mesh, steps
-        self._compiled: dict[str, Callable[..., Any]] = {}
+    names: the buckets that may be used. weights and state give the shapes to compile for.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        steps: dict[str, Callable[..., Any]],
+        names: Collection[str],
+        weights: Any,
+        state: Any,
+    ):
+        self._program, self._mesh = program, mesh
+        self._buckets = {name: bucket for name, bucket in program.BUCKETS.items() if name in names}
+        weight_shapes, state_shapes = jax.tree.map(_shape, weights), jax.tree.map(_shape, state)
+        self._compiled = {name: self._compile(name, steps[name], weight_shapes, state_shapes) for name in self._buckets}
 
     def __call__(self, weights: Any, state: Any, ranks: Sequence[Sequence[Row]]) -> Any:
         """Run the rows of all ranks in the smallest bucket that takes them."""
-        buckets = {name: self._program.BUCKETS[name] for name in self._steps}
-        name = choose_bucket(buckets, ranks)
-        assert name is not None, f"no bucket takes these rows: {ranks}"
-        batch = place(self._program, self._mesh, pack(buckets[name], ranks))
-        if name not in self._compiled:
-            self._compiled[name] = self._compile(name, weights, state, batch)
+        name = choose_bucket(self._buckets, ranks)
+        assert name is not None, f"none of {list(self._buckets)} takes these rows: {ranks}"
+        batch = place(self._program, self._mesh, pack(self._buckets[name], ranks))
         return self._compiled[name](weights, state, batch)
 
-    def _compile(self, name: str, *args: Any) -> Callable[..., Any]:
-        """The jitted step, or its executable where the program's compiler options apply.
+    def _compile(self, name: str, step: Any, weights: Any, state: Any) -> Callable[..., Any]:
+        """The step's executable. COMPILE_OPTIONS are the TPU compiler's: other backends refuse them.
 
-        COMPILE_OPTIONS are the TPU compiler's; other backends refuse them.
+        jax keeps executables with the program's jitted function: the same shapes compile once.
         """
-        step = self._steps[name]
-        if self._mesh.devices.flat[0].platform != "tpu" or not self._program.COMPILE_OPTIONS:
-            return step
-        return step.lower(*args).compile(compiler_options=self._program.COMPILE_OPTIONS)  # type: ignore[attr-defined]
+        options = self._program.COMPILE_OPTIONS if self._mesh.devices.flat[0].platform == "tpu" else {}
+        batch = abstract_arrays(self._program.batch(name), self._program.RULES, self._mesh)
+        return step.lower(weights, state, batch).compile(compiler_options=options)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

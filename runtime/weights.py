@@ -4,6 +4,7 @@ Every problem of the checkpoint is collected before the first tensor is read (re
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from moec.blocks.core.array_info import ArrayInfo, Op
 from moec.blocks.core.quant import quantize_on_host
 
 from .checkpoint import Checkpoint
+from .conversions import lossy_conversions
 from .convert import FLOAT8, apply_ops, copy_into, dequantize, scale_ops, squeeze
 from .errors import CheckpointError
 from .placement import DeviceFill, HostFill, fill_of, sharding_of
@@ -26,8 +28,14 @@ from .resolve import Path as TreePath
 from .resolve import Piece, Target, layer_shape, resolve, scale_path
 
 Progress = Callable[[str, int, int], None]  # (weight that was just loaded, bytes done, bytes in total)
+OnNote = Callable[[str], None]  # what loading changed, a line at a time
 MAX_THREADS = 32  # that copy and convert one layer's experts
 WHOLE_BYTES = 16 << 20  # stacks up to this size are built on the host: a compiled fill would cost more
+
+
+def to_stderr(line: str) -> None:
+    """Where notes go unless the caller takes them."""
+    print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,19 @@ def load_weights(
     directory: str | Path,
     progress: Progress | None = None,
     *,
+    on_note: OnNote = to_stderr,
     whole_bytes: int = WHOLE_BYTES,
 ) -> dict[str, Any]:
-    """The program's weight tree on the mesh. Raises one CheckpointError that names every wrong tensor."""
+    """The program's weight tree on the mesh. Raises one CheckpointError that names every wrong tensor.
+
+    on_note: takes a line per kind of conversion that loses bits (weights quantised or rounded).
+    """
     checkpoint = Checkpoint(directory)
     targets, problems = resolve(program, checkpoint)
     if problems:
         raise CheckpointError(problems)
+    for line in lossy_conversions(targets, checkpoint):
+        on_note(f"loading {checkpoint.directory.name}: {line}")
     reader = _Reader(checkpoint, program.SCALE_SUFFIX, program.SCALE_BLOCK or (1, 1))
     total, done, tree = sum(_layer_bytes(t) * len(t.pieces) for t in targets), 0, dict[str, Any]()
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
@@ -151,4 +165,4 @@ def _float8(
     return quantize_on_host(apply_ops(_floats(reader, values, scales), ops).astype(np.float32))
 
 
-__all__ = ["Checkpoint", "Progress", "load_weights"]
+__all__ = ["Checkpoint", "OnNote", "Progress", "load_weights"]

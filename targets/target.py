@@ -86,6 +86,13 @@ class SparseCores(Frozen):
     vmem_kib: Value
 
 
+class Rows(Frozen):
+    """Rows of a matrix product. least: fewer take as long, by operand dtype; full: so many keep the unit busy."""
+
+    least: dict[str, Value]
+    full: Value
+
+
 class Tiling(Frozen):
     """How arrays are padded in device memory: two dims in tiles of sublanes x lanes (1 x 1 = not at all)."""
 
@@ -95,7 +102,7 @@ class Tiling(Frozen):
 
 
 class Dtypes(Frozen):
-    """Default dtypes. scaled_expert: experts whose checkpoint carries block scales."""
+    """Default dtypes and why. scaled_expert: experts whose checkpoint carries block scales."""
 
     activation: str
     weight: str
@@ -104,6 +111,14 @@ class Dtypes(Frozen):
     kv: str
     state: str
     conv: str
+    source: str
+
+
+class Bands(Frozen):
+    """How far predictions for this chip may be off, in percent, and what says so."""
+
+    step_time_pct: Value
+    memory_pct: Value
 
 
 class Serving(Frozen):
@@ -136,7 +151,8 @@ class Target(Frozen):
     peak_tflops: dense matrix units by operand dtype; a dtype that is absent is not computed
     natively. hbm_gib: what the compiler lets a program use; hbm_reserve_gib: what the
     runtime keeps of that for itself. hbm_copy: (bytes, GB/s). gemm: (m = n = k, TFLOP/s).
-    layer_overhead_us: fixed cost of one layer that work terms do not show.
+    rows: how many rows a matrix product should have. layer_overhead_us: fixed cost of one
+    layer that work terms do not show.
     conflicts: where sources disagree, and which one these files follow.
     """
 
@@ -152,19 +168,26 @@ class Target(Frozen):
     vector_tflops: Value
     gemm: Curve
     gemm_dtype: str
+    rows: Rows
     clock_ghz: Value | None = None
-    mxu_width: Value | None = None
     vmem_mib: Value | None = None
     sparse_cores: SparseCores | None = None
     tiling: Tiling
     ici: ChipLink
     d2d: CoreLink | None = None
     layer_overhead_us: Value
+    bands: Bands
     dtypes: Dtypes
     serving: Serving
     compile_options: dict[str, str | bool]
     conflicts: tuple[str, ...] = ()
     topology: Topology
+
+    @model_validator(mode="after")
+    def _rows_of_every_dtype(self) -> "Target":
+        if missing := sorted(self.peak_tflops.keys() - self.rows.least.keys()):
+            raise ValueError(f"rows.least lacks {', '.join(missing)}, which peak_tflops has")
+        return self
 
     @property
     def name(self) -> str:
@@ -189,9 +212,21 @@ class Target(Frozen):
     def reserve_bytes(self) -> int:
         return int(self.hbm_reserve_gib.value * 2**30)
 
+    def row_tile(self, dtype: str) -> int:
+        """Rows a product of `dtype` operands takes at least."""
+        return int(self.rows.least[dtype].value)
+
     def matrix_dtypes(self) -> tuple[str, ...]:
         """Operand dtypes the matrix units compute natively."""
         return tuple(sorted(name for name, peak in self.peak_tflops.items() if peak.value > 0))
+
+
+def origins(node: object) -> list[Value | Curve]:
+    """Every number with an origin below a part of a target."""
+    found = [node] if isinstance(node, Value | Curve) else []
+    fields = type(node).model_fields if isinstance(node, BaseModel) else {}
+    children = [getattr(node, name) for name in fields] + (list(node.values()) if isinstance(node, dict) else [])
+    return found + [one for child in children for one in origins(child)]
 
 
 def parse_name(name: str) -> tuple[str, str]:

@@ -34,7 +34,8 @@ class Fields(BlockFields):
     """num_q_heads query heads share num_kv_heads key/value heads of head_dim each.
 
     rope: null = no positional encoding. qk_norm: "head" = RMS norm of every query and key
-    head before rope. output_gate: "sigmoid" = q_proj also yields a gate per head and dim.
+    head before rope; norm: what that norm changes of the model's default. output_gate:
+    "sigmoid" = q_proj also yields a gate per head and dim.
     """
 
     kind: Literal["attention"]
@@ -60,7 +61,7 @@ VARIANTS = (
 
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
-    """Head counts must divide; rope must fit in the head."""
+    """Head counts must divide; rope must fit in the head; a norm that nothing uses is refused."""
     problems = []
     if fields.num_q_heads % fields.num_kv_heads:
         problems.append(
@@ -76,6 +77,10 @@ def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
                 ("rope", "dim"),
                 f"rope dim {fields.rope.dim} must be even and at most head_dim {fields.head_dim}",
             )
+        )
+    if fields.qk_norm == "none" and fields.norm != NormOverride():
+        problems.append(
+            FieldProblem(("norm",), "norm has no effect with qk_norm 'none'", "set qk_norm: head, or remove norm")
         )
     return problems
 

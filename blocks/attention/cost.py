@@ -9,8 +9,12 @@ from .block import Fields
 
 # xla.py gathers pages before the products read them: pool read, copy written, copy read.
 _GATHER_PASSES = 3
-# Tokens per prefill work item (xla.py); each item reads its row's cached keys again.
-_BLOCK = 128
+# Tokens of a row per prefill work item. Each item reads its row's cached keys again, so more is better, until the
+# float32 accumulators (a block's query heads times head_dim) outgrow a few MiB. At 128 the products already have
+# 128 x (query heads per key/value head) rows.
+_Q_BLOCK = 128
+# Cached keys an item reads at once, when pages allow: a block's float32 scores stay within a few MiB.
+_KV_BLOCK = 512
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
@@ -30,8 +34,9 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 
 def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
-    """Nothing to choose."""
-    return {}
+    """Tiles of the prefill path, the same in every bucket; a step reads whole pages, at least two (see xla.py)."""
+    (page_size,) = {load.page_size for load in loads.values()}
+    return {"q_block": _Q_BLOCK, "kv_block": max(_KV_BLOCK // page_size, 2) * page_size}
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -66,8 +71,9 @@ def _decode(fields: Fields, load: Load, heads: int) -> tuple[Term, ...]:
 def _prefill(fields: Fields, load: Load, heads: int) -> tuple[Term, ...]:
     if not load.prefill_tokens:
         return ()
-    items = load.prefill_tokens / _BLOCK
-    bytes_ = items * load.prefill_context * _row_bytes(fields, load)
+    # A row's own tokens of this step, which are not gathered, count as cached: a chunk is short beside its context.
+    items = load.prefill_tokens / _Q_BLOCK
+    bytes_ = items * load.prefill_context * _row_bytes(fields, load) * _GATHER_PASSES
     return (
         Stream("attend prefill", bytes_, load.page_size * _row_bytes(fields, load)),
         Gemm(

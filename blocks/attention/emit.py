@@ -23,7 +23,7 @@ def emit(fields: Fields, site: Site) -> Emission:
         "combine": combine,
     }
     return Emission(
-        imports=((site.module, "attention"), (site.module, "write_kv"), *imports),
+        imports=((site.module, "attention"), *imports),
         constants=_constants(fields, site),
         doc=f"{fields.num_q_heads} query heads on {fields.num_kv_heads} key/value heads of {fields.head_dim}.",
         fields=call,
@@ -45,4 +45,6 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
             str(fields.rope.dim if fields.rope else NO_ROPE_DIM),
             "rotated dims of each head" if fields.rope else "no positional encoding",
         ),
+        Constant(f"{name}_Q_BLOCK", str(site.tuning["q_block"]), "tokens of a row per prefill work item, at most"),
+        Constant(f"{name}_KV_BLOCK", str(site.tuning["kv_block"]), "cached keys such an item reads at once"),
     )

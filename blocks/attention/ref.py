@@ -35,6 +35,8 @@ def attention(
     qk_norm_zero_centered: bool,
     output_gate: bool,
     scale: float,
+    q_block: int,
+    kv_block: int,
     max_q: int,
 ) -> tuple[Array, Array]:
     """Causal attention of every row over its cached pages and its own tokens; see xla.py.
@@ -68,20 +70,6 @@ def attention(
     return jnp.asarray(out_TNH.reshape(T, N * H) @ weight["w_o"]), kv_new_TC
 
 
-def write_kv(kv_pool: Array, kv_new_LTC: Array, batch: Batch, rows: Rows) -> Array:
-    """Each token's cache row at its page and offset in every layer; padding tokens write nothing here."""
-    num_layers = kv_new_LTC.shape[0]
-    num_pages, page_size = kv_pool.shape[0] // num_layers, kv_pool.shape[1]
-    pool = np.array(kv_pool)
-    for row, first, last, start in _ranges(batch, rows):
-        for token in range(first, last):
-            position = start + token - first
-            page = int(batch.page_table[row, position // page_size])
-            for layer in range(num_layers):
-                pool[layer * num_pages + page, position % page_size] = np.asarray(kv_new_LTC[layer, token])
-    return jnp.asarray(pool)
-
-
 def _ranges(batch: Batch, rows: Rows) -> list[tuple[int, int, int, int]]:
     """(row, first token, last token, cached tokens) of every non-padding row."""
     cu_q, start = np.asarray(batch.cu_q).tolist(), np.asarray(rows.start).tolist()
@@ -106,4 +94,4 @@ def _saturate(x: Array, dtype: jnp.dtype) -> Array:
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
-__all__ = ["attention", "write_kv"]
+__all__ = ["attention"]

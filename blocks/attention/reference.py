@@ -31,6 +31,8 @@ def apply(fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], bat
         qk_norm_zero_centered=norm.zero_centered,
         output_gate=fields.output_gate == "sigmoid",
         scale=fields.head_dim**-0.5,
+        q_block=h_TD.shape[0],
+        kv_block=h_TD.shape[0],
         max_q=h_TD.shape[0],
     )
     return y_TD

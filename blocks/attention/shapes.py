@@ -30,5 +30,4 @@ TEST_SHAPES = {
 FULL_SHAPES = {
     "32q_2kv_256": AttentionShape(4096, 32, 2, 256, 64, 1e7, qk_norm=True, zero_centered=True, output_gate=True),
     "4q_1kv_256": AttentionShape(4096, 4, 1, 256, 64, 1e7, qk_norm=True, zero_centered=True, output_gate=True),
-    "32q_8kv_128": AttentionShape(4096, 32, 8, 128, 128, 1e6),
 }

@@ -6,7 +6,7 @@ all key heads, then all value heads), K keys at hand, B tokens per block, L atte
 
 The pool is only read here: writing it inside a layer scan makes XLA keep a second pool. Each
 layer attends to the old pages and to this step's own keys and returns its new cache rows;
-write_kv writes all layers' rows once after the scan, in place when the pool is donated.
+core/paged.py writes all layers' rows once after the scan, in place when the pool is donated.
 """
 
 from functools import partial
@@ -19,11 +19,6 @@ from ..core.batch import Batch, Rows
 from ..core.norm import rms_norm
 from ..core.rope import rope
 
-# Tokens per prefill work item: with N/G heads per group the matmuls have 128*N/G rows, while
-# the float32 accumulator stays at a few MiB.
-_ATTN_BLOCK = 128
-# Cached keys per step of a prefill work item: the scores of a block stay within a few MiB.
-_ATTN_PREFILL_KEYS = 512
 # Below any real score, and exp(_ATTN_MASKED - real) is exactly 0. Not -inf: (-inf) - (-inf) is NaN.
 _ATTN_MASKED = -1e30
 
@@ -50,13 +45,17 @@ def attention(
     qk_norm_zero_centered: bool,
     output_gate: bool,
     scale: float,
+    q_block: int,
+    kv_block: int,
     max_q: int,
 ) -> tuple[Array, Array]:
     """Causal attention of every row over its cached pages and its own tokens.
 
     kv_pool [L*num_pages, page_size, C] (read only), pool_layer may be traced. Heads are the
-    local ones. rope_dim 0 = no rope, qk_norm_eps None = no query/key norm. max_q: the longest
-    row this bucket may hold; 1 leaves the prefill path out of the program.
+    local ones. rope_dim 0 = no rope, qk_norm_eps None = no query/key norm. q_block: tokens of a
+    row per prefill work item, kv_block: cached keys such an item reads at once (whole pages, at
+    least two). max_q: the longest row this bucket may hold; 1 leaves the prefill path out of the
+    program.
     Returns out [T, D] in h's dtype, partial over tensor parallelism, and the new cache rows
     [T, C] in the pool's dtype. Own keys and values are rounded to the pool's dtype before use,
     so that a token gives the same result whether its history came from this step or the cache.
@@ -76,29 +75,15 @@ def attention(
     q_TGMH = q_TNH.reshape(T, G, N // G, H)
     out_TGMH = _attn_decode(q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, scale=scale)
     if max_q > 1:
-        block = min(_ATTN_BLOCK, max_q)
         out_TGMH = _attn_prefill(
-            out_TGMH, q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, scale=scale, block=block
+            out_TGMH, q_TGMH, new_TC, kv_pool, pages_SP, batch, rows,
+            scale=scale, q_block=min(q_block, max_q), kv_block=kv_block,
         )  # fmt: skip
     out_TNH = out_TGMH.reshape(T, N, H)
     if output_gate:
         gate_TNH = lax.logistic(q_TNX[..., H:].astype(jnp.float32))
         out_TNH = (out_TNH.astype(jnp.float32) * gate_TNH).astype(h_TD.dtype)
     return _attn_linear(out_TNH.reshape(T, N * H), w["w_o"]), new_TC
-
-
-def write_kv(kv_pool: Array, kv_new_LTC: Array, batch: Batch, rows: Rows) -> Array:
-    """All layers' new cache rows into their pages, in one scatter; padding tokens go to the sink, page 0.
-
-    kv_pool [L*num_pages, page_size, C], kv_new_LTC [L, T, C].
-    """
-    num_layers = kv_new_LTC.shape[0]
-    num_pages, page_size = kv_pool.shape[0] // num_layers, kv_pool.shape[1]
-    position_T = jnp.where(rows.valid, rows.start[rows.row] + rows.offset, 0)
-    page_T = jnp.where(rows.valid, batch.page_table[rows.row, position_T // page_size], 0)
-    page_LT = page_T + jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_pages
-    offset_LT = jnp.broadcast_to(position_T % page_size, page_LT.shape)
-    return kv_pool.at[page_LT, offset_LT].set(kv_new_LTC.astype(kv_pool.dtype), mode="promise_in_bounds")
 
 
 def _attn_linear(x: Array, w: Array) -> Array:
@@ -196,13 +181,14 @@ def _attn_prefill(
     rows: Rows,
     *,
     scale: float,
-    block: int,
+    q_block: int,
+    kv_block: int,
 ) -> Array:
     """The prefill rows' tokens into out_TGMH; work items (row, block of tokens) in a loop.
 
     All trip counts are dynamic: a step with few prefill tokens runs few iterations.
     """
-    T, B = q_TGMH.shape[0], block
+    T, B = q_TGMH.shape[0], q_block
     # B tokens of padding: the last block of the last row is then sliced whole.
     q_TGMH, new_TC, out_TGMH = (
         jnp.pad(x, ((0, B),) + ((0, 0),) * (x.ndim - 1)) for x in (q_TGMH, new_TC, out_TGMH)
@@ -214,8 +200,9 @@ def _attn_prefill(
         def add_block(b: Array, out_TGMH: Array) -> Array:
             q_BGMH = lax.dynamic_slice_in_dim(q_TGMH, first + b * B, B)
             done_BGMH = _attn_block(
-                q_BGMH, new_TC, kv_pool, pages_SP[s], first=first, index=b, q_len=q_len, start=start, scale=scale
-            )
+                q_BGMH, new_TC, kv_pool, pages_SP[s],
+                first=first, index=b, q_len=q_len, start=start, scale=scale, kv_block=kv_block,
+            )  # fmt: skip
             mine_B = (b * B + jnp.arange(B) < q_len)[:, None, None, None]
             old_BGMH = lax.dynamic_slice_in_dim(out_TGMH, first + b * B, B)
             return lax.dynamic_update_slice_in_dim(
@@ -238,14 +225,16 @@ def _attn_block(
     q_len: Array,
     start: Array,
     scale: float,
+    kv_block: int,
 ) -> Array:
     """Block `index` of one row: over the row's keys of this step, then over its `start` cached ones.
 
     first: the row's first token, q_len: its tokens in this step.
     """
+    assert kv_block % kv_pool.shape[1] == 0, (kv_block, kv_pool.shape)
     (B, G, M, H), page_size = q_BGMH.shape, kv_pool.shape[1]
     q_1GMH = q_BGMH.transpose(1, 0, 2, 3).reshape(1, G, B * M, H)
-    token_B, span = jnp.arange(B), max(_ATTN_PREFILL_KEYS // page_size, 2)  # pages per step (see _attn_read)
+    token_B, span = jnp.arange(B), kv_block // page_size  # pages per step (see _attn_read)
 
     def add_own(j: Array, state: _AttnState) -> _AttnState:
         kv_1BC = lax.dynamic_slice_in_dim(new_TC, first + j * B, B)[None]
@@ -265,4 +254,4 @@ def _attn_block(
     return out_GBMH.transpose(1, 0, 2, 3).astype(q_BGMH.dtype)
 
 
-__all__ = ["attention", "write_kv"]
+__all__ = ["attention"]

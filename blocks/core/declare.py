@@ -4,7 +4,7 @@ Pure data, no jax and no chip: `moec check` and `moec plan` read only this.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -86,7 +86,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class PagedState:
-    """Per-token cache of one layer: shape and axes of what one token stores."""
+    """Per-token cache of one layer: shape and axes of what one token stores. A block declares at most one."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -127,13 +127,16 @@ class FieldProblem:
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation the planner may pick: module and function names, backends, preconditions."""
+    """An implementation the planner may pick, and the backends it runs on.
+
+    module: import path; it offers the block's functions under the names and signatures of ref.py.
+    note: how it works.
+    """
 
     name: str
     module: str
     backends: tuple[str, ...]
     note: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def divisors(number: int) -> tuple[int, ...]:

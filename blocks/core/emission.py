@@ -9,8 +9,6 @@ from typing import Any
 
 from .declare import ModelDims
 
-COLLECTIVES = "moec.blocks.collectives.xla"
-
 
 @dataclass(frozen=True)
 class Constant:
@@ -25,7 +23,8 @@ class Constant:
 class Site:
     """What the plan decided about one block instance.
 
-    name: Python identifier of the block. module: import path of the chosen variant.
+    name: Python identifier of the block. module: import path of the chosen variant;
+    collectives: that of the collectives.
     dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded: the
     shared expert is cut over the whole mesh. scaled: expert weights carry block scales.
     tuning: this block's tuned values, e.g. {"chunk": 64} or {"block_rows": {"decode": 16}}.
@@ -33,6 +32,7 @@ class Site:
 
     name: str
     module: str
+    collectives: str
     dims: ModelDims
     dp: int
     tp: int
@@ -75,4 +75,4 @@ def sum_over_heads(site: Site) -> tuple[tuple[tuple[str, str], ...], tuple[str, 
     if site.tp == 1:
         return (), ()
     line = "y_TD = all_reduce(y_TD, TENSOR)  # each device adds the share of its own heads"
-    return ((COLLECTIVES, "all_reduce"),), (line,)
+    return ((site.collectives, "all_reduce"),), (line,)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .array_info import ArrayInfo
-from .batch import Batch, Bucket, Sampling
+from .batch import Batch, Bucket, Sampling, local, ranked
 
 Rules = dict[str, tuple[str, ...]]
 
@@ -99,6 +99,28 @@ def jit_step(
         traced, mesh=abstract_mesh(mesh_axes), in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
     return jax.jit(sharded, donate_argnums=(1,) if donate_state else ())
+
+
+def jit_slots(
+    function: Callable[..., Any],
+    num_slots: int,
+    *,
+    pools: dict[str, dict[str, Any]],
+    mesh_axes: dict[str, int],
+    state_specs: Any,
+    rank: PartitionSpec,
+) -> Any:
+    """Jit `function(state, *slots, keys=slot pools)` on local shards; each of the num_slots arguments is int32 [R]."""
+    keys = tuple(key for key, pool in pools.items() if "bytes_per_slot" in pool)
+
+    def on_rank(state: Any, *slots: Any) -> Any:
+        return ranked(function(local(state), *(slot[0] for slot in slots), keys=keys))
+
+    specs = (state_specs, *(rank for _ in range(num_slots)))
+    sharded = jax.shard_map(
+        on_rank, mesh=abstract_mesh(mesh_axes), in_specs=specs, out_specs=state_specs, check_vma=False
+    )
+    return jax.jit(sharded, donate_argnums=(0,))
 
 
 def _is_info(node: Any) -> bool:

@@ -75,7 +75,8 @@ class Load:
     tokens: static step size, padding included. seqs: static rows. decode_rows: rows of one
     token; decode_context: keys such a row reads on average, decode_longest: the longest one.
     prefill_tokens: tokens in prefill chunks; prefill_context: keys one of them sees on average.
-    row_tile: rows the chip computes at least at once (fewer cost the same).
+    row_tile: rows a product takes at least (fewer cost the same); row_full: rows from which
+    on loading weights no longer shows.
     """
 
     tokens: int
@@ -89,6 +90,7 @@ class Load:
     degrees: Degrees
     dtypes: Dtypes
     row_tile: int
+    row_full: int
 
     @property
     def gathered_tokens(self) -> int:

@@ -1,15 +1,15 @@
 """Work of Gated DeltaNet in its XLA variant (xla.py), on one device."""
 
 from collections.abc import Mapping
-from math import log2
+from math import gcd, log2
 
 from ..collectives.cost import sum_over_heads
 from ..core.declare import ModelDims
 from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize
 from .block import Fields
 
-# Prefill tokens solved at once: the size published kernels use; the inverse costs C^2 per token.
-CHUNK = 64
+# Prefill tokens solved at once, at most: the size published kernels use; the inverse costs C^2 per token.
+_MAX_CHUNK = 64
 # xla.py's decode step: both reductions share one read of the state, the update reads it again and writes it.
 _STATE_PASSES = 3
 
@@ -29,8 +29,17 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 
 def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
-    """Prefill chunk length."""
-    return {"chunk": CHUNK}
+    """Prefill chunk length, the same in every bucket."""
+    return {"chunk": min(map(chunk, loads.values()))}
+
+
+def chunk(load: Load) -> int:
+    """Tokens of one chunk: a divisor of the page size.
+
+    Chunks start where a row's tokens start, which is a page border: so a prefix is cut into the
+    same chunks whether it was cached or not.
+    """
+    return gcd(_MAX_CHUNK, load.page_size)
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -70,13 +79,14 @@ def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     """Chunk by chunk; products of the float32 state math, the state read and written per chunk."""
     if not load.prefill_tokens:
         return ()
-    count = load.prefill_tokens / CHUNK * (fields.num_v_heads // load.degrees.tp)
-    dk, dv = fields.dk, fields.dv
+    size = chunk(load)
+    count = load.prefill_tokens / size * (fields.num_v_heads // load.degrees.tp)
+    dk, dv, doublings = fields.dk, fields.dv, log2(max(size, 2)) - 1
     state = _state_values(fields, load) * 4
     return (
-        Gemm("scan chunks", CHUNK, CHUNK, dk, "float32", count=2 * count),  # k.k, q.k
-        Gemm("scan chunks", CHUNK, CHUNK, dv, "float32", count=2 * count),  # solved writes, outputs
-        Gemm("scan chunks", CHUNK, dv, dk, "float32", count=3 * count),  # reads of the old state, its update
-        Gemm("scan chunks", CHUNK, CHUNK, CHUNK, "float32", count=2 * (log2(CHUNK) - 1) * count),  # inverse
-        Stream("scan chunks", 2 * load.prefill_tokens / CHUNK * state, state),
+        Gemm("scan chunks", size, size, dk, "float32", count=2 * count),  # k.k, q.k
+        Gemm("scan chunks", size, size, dv, "float32", count=2 * count),  # solved writes, outputs
+        Gemm("scan chunks", size, dv, dk, "float32", count=3 * count),  # reads of the old state, its update
+        Gemm("scan chunks", size, size, size, "float32", count=2 * doublings * count),  # inverse
+        Stream("scan chunks", 2 * load.prefill_tokens / size * state, state),
     )

@@ -23,5 +23,11 @@ def emit(fields: Fields, site: Site) -> Emission:
         imports=((site.module, "gated_delta"), *imports),
         constants=constants,
         doc=f"Gated DeltaNet: {fields.num_v_heads} value, {fields.num_qk_heads} query/key heads of {fields.dk}.",
-        fields={"name": site.name, "p": name, "norm_eps": repr(norm.eps), "combine": combine},
+        fields={
+            "name": site.name,
+            "p": name,
+            "norm_eps": repr(norm.eps),
+            "zero_centered": norm.zero_centered,
+            "combine": combine,
+        },
     )

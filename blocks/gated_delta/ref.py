@@ -27,6 +27,7 @@ def gated_delta(
     head_v_dim: int,
     conv_kernel: int,
     norm_eps: float,
+    norm_zero_centered: bool,
     chunk: int,
     max_q: int,
 ) -> tuple[Array, Array, Array]:
@@ -68,7 +69,8 @@ def gated_delta(
         conv[place] = window_KF.reshape(-1)
         state[place] = state_Vkd
     normed_TVd = o_TVd / np.sqrt(np.mean(o_TVd**2, axis=-1, keepdims=True) + np.float32(norm_eps))
-    y_TF = (normed_TVd * weight["out_norm"] * _silu(z_TVd)).reshape(T, V * dv)
+    gain_d = weight["out_norm"] + np.float32(norm_zero_centered)
+    y_TF = (normed_TVd * gain_d * _silu(z_TVd)).reshape(T, V * dv)
     return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(conv), jnp.asarray(state)
 
 

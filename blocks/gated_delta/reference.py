@@ -11,6 +11,7 @@ from .block import Fields
 
 def apply(fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], batch: Batch, rows: Rows) -> Array:
     """The block's output [T, D] for one sequence of T tokens in slot 0; h_TD is the normed input."""
+    norm = fields.out_norm.resolve(dims.norm)
     channels = 2 * fields.num_qk_heads * fields.dk + fields.num_v_heads * fields.dv
     y_TD, _, _ = ref.gated_delta(
         h_TD,
@@ -25,7 +26,8 @@ def apply(fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], bat
         head_k_dim=fields.dk,
         head_v_dim=fields.dv,
         conv_kernel=fields.conv_kernel,
-        norm_eps=fields.out_norm.resolve(dims.norm).eps,
+        norm_eps=norm.eps,
+        norm_zero_centered=norm.zero_centered,
         chunk=h_TD.shape[0],
         max_q=h_TD.shape[0],
     )

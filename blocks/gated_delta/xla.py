@@ -51,6 +51,7 @@ def gated_delta(
     head_v_dim: int,
     conv_kernel: int,
     norm_eps: float,
+    norm_zero_centered: bool,
     chunk: int,
     max_q: int,
 ) -> tuple[Array, Array, Array]:
@@ -59,6 +60,7 @@ def gated_delta(
     conv_pool [L, slots, W*F] (oldest input first), state_pool [L, slots, V, dk, dv]; pool_layer
     may be traced. Heads are the local ones. chunk: tokens solved together in the prefill path.
     max_q: the longest row this bucket may hold; 1 leaves the prefill path out of the program.
+    norm_eps, norm_zero_centered: the output norm (see core/norm.py).
     Returns out [T, D] in h's dtype, partial over tensor parallelism, and the two pools.
     """
     heads = _GdnHeads(num_qk_heads, num_v_heads, head_k_dim, head_v_dim)
@@ -74,7 +76,7 @@ def gated_delta(
         o_TVd, conv_pool, state_pool = _gdn_prefill(*args, o_TVd, conv_pool, state_pool, chunk=chunk)
 
     z_TVd = _gdn_linear(h_TD, w["w_z"]).reshape(o_TVd.shape).astype(jnp.float32)
-    normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=False)
+    normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=norm_zero_centered)
     y_TVd = (normed_TVd.astype(jnp.float32) * z_TVd * lax.logistic(z_TVd)).astype(h_TD.dtype)
     return _gdn_linear(y_TVd.reshape(h_TD.shape[0], -1), w["w_o"]), conv_pool, state_pool
 

@@ -4,15 +4,17 @@ from ..collectives.cost import DP, TP
 from ..core.declare import ModelDims
 from ..core.work import Collective, Gemm, Load, Stream, Term
 
-# Passes over the float32 logits of own rows while sampling: scale, mask, noise, reductions.
-_SAMPLE_PASSES = 6
+# Passes over the float32 logits of own rows when all are greedy: written; argmax and logsumexp read them twice each.
+# Rows that draw (temperature > 0) add 32 passes for top-k and 64 for top-p: not counted, since a workload does not
+# say how it samples.
+_GREEDY_PASSES = 5
 
 
 def work(dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Logits of each row's last token; with a cut vocabulary, all ranks' rows against a piece of it."""
     act, weight = load.dtypes.activation, load.dtypes.weight
     logits = load.seqs * dims.vocab_size * 4
-    sample = Stream("sample", _SAMPLE_PASSES * logits, logits)
+    sample = Stream("sample", _GREEDY_PASSES * logits, logits)
     if load.degrees.head == 1:
         return (Gemm("logits", load.seqs, dims.vocab_size, dims.hidden_size, act, weight), sample)
     dp, tp, piece = load.degrees.dp, load.degrees.tp, dims.vocab_size // load.degrees.head

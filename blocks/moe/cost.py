@@ -8,8 +8,6 @@ from ..core.declare import ModelDims
 from ..core.work import Gemm, Load, Stream, Term, itemsize, touched
 from .block import Fields
 
-_MAX_ROWS = 256  # beyond, an expert's weights are read often enough per product
-
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Router, exchange of tokens, local experts, shared expert, way back."""
@@ -39,11 +37,11 @@ def block_rows(fields: Fields, load: Load) -> int:
     """Smallest power of two that holds nearly every expert's tokens (mean + 2 deviations) in one block.
 
     A second block would stream the expert's weights again; spare rows cost only products,
-    which do not bind at these sizes.
+    which do not bind below row_full, where blocks end.
     """
     mean = load.valid_tokens * fields.router.top_k / fields.router.num_experts
     rows = 2 ** ceil(log2(max(mean + 2 * sqrt(mean), 1)))
-    return min(max(rows, load.row_tile), _MAX_ROWS)
+    return min(max(rows, load.row_tile), load.row_full)
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:

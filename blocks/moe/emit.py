@@ -1,6 +1,6 @@
 """What a mixture-of-experts block adds to an emitted program."""
 
-from ..core.emission import COLLECTIVES, Constant, Emission, Site, share
+from ..core.emission import Constant, Emission, Site, share
 from .block import Fields
 
 Imports = list[tuple[str, str]]
@@ -56,7 +56,7 @@ def _scales(site: Site) -> str:
 def _gather(site: Site, imports: Imports) -> tuple[str, ...]:
     if site.dp == 1:
         return ()
-    imports += [(COLLECTIVES, "gather_tokens"), (COLLECTIVES, "gather_routing")]
+    imports += [(site.collectives, "gather_tokens"), (site.collectives, "gather_routing")]
     return (
         "h_AD = gather_tokens(h_TD, DATA)  # A: the tokens of all ranks",
         "index_AK, weight_AK = gather_routing(index_TK, weight_TK, DATA)  # one packed all-gather",
@@ -68,12 +68,12 @@ def _combine(fields: Fields, site: Site, imports: Imports) -> tuple[str, ...]:
     lines = []
     if fields.shared and site.shared_sharded:
         lines.append(f"y_{t}D = y_{t}D + {_shared_call(fields, site, t)}  # cut over all devices, summed below")
-    lines.append(f"y_{t}D = y_{t}D.astype(x_TD.dtype)")
+    lines.append(f"y_{t}D = y_{t}D.astype(x_TD.dtype)  # partial sums travel in the activation dtype")
     if site.dp > 1:
-        imports.append((COLLECTIVES, "reduce_scatter_tokens"))
+        imports.append((site.collectives, "reduce_scatter_tokens"))
         lines.append("y_TD = reduce_scatter_tokens(y_AD, DATA)  # sum over experts, back to own tokens")
     if site.tp > 1:
-        imports.append((COLLECTIVES, "all_reduce"))
+        imports.append((site.collectives, "all_reduce"))
         lines.append("y_TD = all_reduce(y_TD, TENSOR)  # the devices of one rank hold different experts")
     if fields.shared and not site.shared_sharded:
         lines.append(f"y_TD = (y_TD + {_shared_call(fields, site, 'T')}).astype(x_TD.dtype)")

@@ -26,9 +26,3 @@ TEST_SHAPES: dict[str, MoeShape] = {
     "experts_share_no_block": MoeShape(40, 32, 24, 4, 4, 1, 2, 64),
     "many_blocks": MoeShape(61, 32, 16, 3, 3, 2, 2, 2),
 }
-
-# One rank's share of a 397B model at EP8, for ahead-of-time compilation.
-FULL_SHAPES: dict[str, MoeShape] = {
-    "decode": MoeShape(512, 4096, 1024, 512, 64, 10, 60, 64),
-    "mixed": MoeShape(8192, 4096, 1024, 512, 64, 10, 60, 128),
-}

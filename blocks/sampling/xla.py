@@ -14,7 +14,9 @@ from jax import Array, lax
 from ..core.batch import Sampling
 
 _SAMPLING_MINUS_INF = 0x00800000  # order code of -inf; lower codes are NaNs
-_SAMPLING_ROWS = 8  # rows drawn at a time: all sublanes of a TPU register, and temporaries of a few MB
+# Rows drawn together. A draw keeps about seven arrays [rows, V] alive, so all rows at once would take seven times the
+# logits; and one row with a temperature makes its whole group draw. The tokens do not depend on it.
+_SAMPLING_GROUP = 8
 _SAMPLING_TINY = 1.1754944e-38  # smallest positive normal float32
 
 
@@ -120,7 +122,7 @@ def sample(logits_SV: Array, sampling: Sampling, position_S: Array) -> tuple[Arr
     """
     logits_SV = logits_SV.astype(jnp.float32)
     num_rows = logits_SV.shape[0]
-    rows = min(_SAMPLING_ROWS, num_rows)
+    rows = min(_SAMPLING_GROUP, num_rows)
 
     def group(n: Array, tokens_S: Array) -> Array:
         # The last group may overlap the one before: it draws the same tokens again.

@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Emit, or look for drift."""
     if args.check and not args.words:
         return _check_all(args.out or GENERATED)
+    if args.standalone and args.out is None:
+        fail("--standalone would replace the program that imports the library", "name another folder with -o DIR")
     model, overrides = one_name(args.words)
     request = load_request(model, required(args.target, "--target"), args.workload, overrides)
     plan = make_plan(request)

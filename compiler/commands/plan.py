@@ -7,8 +7,8 @@ import argparse
 
 from ..plan.choose import make_plan
 from ..plan.report import render_plan
+from ..spec.load import list_workloads, load
 from .common import add_json, add_target, add_words, add_workload, console, one_name, required
-from .programs import load_request
 
 USAGE = "moec plan MODEL --target TARGET --workload NAME [--json] [key=value ...]"
 EPILOG = """\
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print."""
     model, overrides = one_name(args.words)
     target = required(args.target, "--target")
-    plan = make_plan(load_request(model, target, args.workload, overrides))
+    workload = required(args.workload, "--workload", f"a file, or one of {', '.join(list_workloads())}")
+    plan = make_plan(load(model, target=target, workload=workload, overrides=overrides))
     if args.json:
         print(plan.model_dump_json(indent=1))
     else:

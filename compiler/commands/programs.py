@@ -15,6 +15,7 @@ from ..plan.choose import make_plan
 from ..plan.plan import Plan
 from ..spec.load import load
 from ..spec.schema import Request
+from .agreement import disagreements
 from .common import fail, log, one_name, program_folder, use_cpu_devices
 
 CACHE = Path(".moec_cache")  # like the caches of other developer tools, in the working directory
@@ -40,19 +41,26 @@ def find_program(words: list[str], target: str | None, workload: str | None, *, 
     name, overrides = one_name(words, "MODEL or DIR")
     folder = program_folder(name)
     if folder is None:
-        extra = () if workload else context_override(overrides, positions)
-        return emit_cached(load_request(name, target or visible_target(), workload, (*extra, *overrides)))
+        target = target or visible_target()
+        request = load_request(name, target, workload, overrides)
+        extra = () if workload else context_override(overrides, positions, request.model.max_context)
+        return emit_cached(load_request(name, target, workload, (*extra, *overrides)) if extra else request)
     plan = read_plan(folder)
     if workload or overrides or (target and not _names_target(target, plan)):
         fail(f"{folder} is an emitted program for {plan.target}, its plan is fixed", "name the MODEL to change it")
+    if found := disagreements(folder, plan):
+        fail(f"{folder}: model.py is not the program of its plan.json: {'; '.join(found)}", "compile it again")
     return Emitted(folder, plan, None)
 
 
-def context_override(overrides: tuple[str, ...], positions: int) -> tuple[str, ...]:
-    """max_context as the next power of two, so that not every prompt length is another program."""
+def context_override(overrides: tuple[str, ...], positions: int, most: int) -> tuple[str, ...]:
+    """max_context as the next power of two, so that not every prompt length is another program.
+
+    most: what the model takes; longer prompts are refused by the program.
+    """
     if positions <= DEFAULT_CONTEXT or any(word.startswith("workload.max_context=") for word in overrides):
         return ()
-    return (f"workload.max_context={1 << (positions - 1).bit_length()}",)
+    return (f"workload.max_context={min(1 << (positions - 1).bit_length(), most)}",)
 
 
 def _names_target(target: str, plan: Plan) -> bool:

@@ -8,23 +8,29 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .common import log
+
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tokenizers import Tokenizer
 
 
-def load_with_progress(program: Any, mesh: Any, directory: Path) -> Any:
-    """The program's weights from a checkpoint."""
+def load_with_progress(program: Any, mesh: Any, directory: Path) -> tuple[Any, tuple[str, ...]]:
+    """The program's weights from a checkpoint, and the notes of what loading changed (also on stderr)."""
     from moec.runtime.weights import load_weights
 
+    notes: list[str] = []
     with _bar("loading", DownloadColumn(True)) as bar:
         task = bar.add_task("weights", total=None)
 
         def advance(name: str, done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description=name)
 
-        return load_weights(program, mesh, directory, advance)
+        weights = load_weights(program, mesh, directory, advance, on_note=notes.append)
+    for note in notes:
+        log(note)
+    return weights, tuple(notes)
 
 
 class Printer:

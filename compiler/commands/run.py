@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     positions = max(map(len, prompts)) + args.max_tokens
     emitted = find_program(args.words, args.target, args.workload, positions=positions)
     prepare_devices(emitted.plan)
-    completions, seconds = _generate(args, emitted, prompts, tokenizer)
+    completions, notes, seconds = _generate(args, emitted, prompts, tokenizer)
     total = sum(len(c.tokens) for c in completions)
     log(f"{total} tokens in {seconds:.2f} s, the compilation of the steps included")
     if args.json:
-        print_json(_document(emitted, prompts, completions, tokenizer, seconds))
+        print_json({**_document(emitted, prompts, completions, tokenizer, seconds), "load_notes": notes})
     return 0
 
 
@@ -90,8 +90,8 @@ def _parse_ids(text: str) -> list[int]:
 
 def _generate(
     args: argparse.Namespace, emitted: Emitted, prompts: list[list[int]], tokenizer: "Tokenizer | None"
-) -> tuple[list["Completion"], float]:
-    """Load and generate, streaming to stdout; returns the completions and the seconds of generating."""
+) -> tuple[list["Completion"], tuple[str, ...], float]:
+    """Load and generate, streaming to stdout: completions, what loading changed, seconds of generating."""
     from moec.runtime.generate import generate
     from moec.runtime.packing import SamplingParams
     from moec.runtime.program import load_program
@@ -99,7 +99,7 @@ def _generate(
 
     program = load_program(emitted.folder)
     mesh = program.mesh(take_devices(emitted.plan))
-    weights = load_with_progress(program, mesh, args.weights)
+    weights, notes = load_with_progress(program, mesh, args.weights)
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     start = time.perf_counter()
     with Printer(prompts, tokenizer, args.max_tokens, quiet=args.json) as printer:
@@ -113,7 +113,7 @@ def _generate(
             stop_ids=stop_ids(args.weights),
             on_token=printer.push,
         )
-    return completions, time.perf_counter() - start
+    return completions, notes, time.perf_counter() - start
 
 
 def _document(

@@ -4,8 +4,9 @@
 donation and collectives with the plan. --numerics compares every layer with the float32
 references on random weights, on virtual CPU devices. --reference compares full, chunked and
 cached logits and greedy ids with a recorded reference on its checkpoint. Without any of them,
-a program for a CPU gets --numerics and any other --aot. Exit code 1 when a check failed; a
-check that cannot be made here is skipped and says why."""
+a program for a CPU gets --numerics and any other --aot. A check that cannot be made here is
+skipped and says why. Exit code 1 when a check failed, or when one was asked for by name and
+skipped. --keep-dumps keeps the compiler's dumps of --aot: the HLO before and after its passes."""
 
 import argparse
 from collections.abc import Callable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 USAGE = (
     "moec verify MODEL|DIR [--target TARGET] [--workload NAME] [--aot] [--numerics] [--on-device] "
-    "[--weights DIR] [--reference ref.npz] [--tolerance X] [--bucket NAME] [--json] [key=value ...]"
+    "[--weights DIR] [--reference ref.npz] [--tolerance X] [--bucket NAME] [--keep-dumps DIR] [--json] [key=value ...]"
 )
 EPILOG = """\
 examples:
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="NPZ", type=Path, help="a recorded reference to compare with")
     parser.add_argument("--tolerance", metavar="X", type=float, default=1e-4, help="largest logit error (1e-4)")
     parser.add_argument("--bucket", metavar="NAME", action="append", help="--aot only for this bucket; repeatable")
+    parser.add_argument(
+        "--keep-dumps", metavar="DIR", type=Path, help="--aot compiles anew and leaves the XLA dumps in DIR/BUCKET"
+    )
     add_json(parser)
 
 
@@ -59,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     positions = _positions(args.reference) if args.reference else 0
     emitted = find_program(args.words, args.target, args.workload, positions=positions)
     checks = _chosen(args, emitted)
+    if (args.keep_dumps or args.bucket) and "aot" not in checks:
+        fail("--keep-dumps and --bucket are options of --aot, which is not asked for here", "add --aot")
     reports = {name: check(args, emitted) for name, check in checks.items()}
     status = combine(report.status for report in reports.values())
     if args.json:
@@ -66,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         sections = [section for report in reports.values() for section in report.sections()]
         render(f"verify {emitted.plan.model} on {emitted.plan.target}", sections, console())
-    return EXIT_FAILED if status == "fail" else 0
+    unmade = [name for name, report in reports.items() if report.status == "skipped" and _asked(args, name)]
+    for name in unmade:
+        log(f"--{name} was asked for and could not be made: that is no pass")
+    return EXIT_FAILED if status == "fail" or unmade else 0
 
 
 def _positions(reference: Path) -> int:
@@ -96,9 +105,16 @@ def _chosen(args: argparse.Namespace, emitted: Emitted) -> dict[str, Check]:
     return {name: check for name, (asked, check) in wanted.items() if asked}
 
 
+def _asked(args: argparse.Namespace, name: str) -> bool:
+    """Whether the user named the check: the one that fits the target may be skipped."""
+    return bool(getattr(args, name))
+
+
 def _aot(args: argparse.Namespace, emitted: Emitted) -> "AotReport":
     from ..verify.aot import block_layers, verify_aot
 
+    if args.keep_dumps and args.keep_dumps.is_dir() and any(args.keep_dumps.iterdir()):
+        fail(f"--keep-dumps {args.keep_dumps} is not empty", "name an empty or absent folder")
     names = [bucket.name for bucket in emitted.plan.buckets]
     unknown = sorted(set(args.bucket or ()) - set(names))
     if unknown:
@@ -110,6 +126,7 @@ def _aot(args: argparse.Namespace, emitted: Emitted) -> "AotReport":
         layers=block_layers(_graph(emitted)),
         cache_dir=CACHE,
         buckets=args.bucket,
+        keep_dumps=args.keep_dumps,
         progress=log,
     )
 

@@ -53,11 +53,6 @@ def kv_copies(axis: str | None, cuts: tuple[HeadCut, ...], plan: Plan) -> tuple[
     return 1, 1
 
 
-def block_layers(graph: Graph, name: str) -> tuple[int, ...]:
-    """Absolute indices of the layers that use a block."""
-    return tuple(i for i, layer in graph.layers() if name in (layer.mixer.name, layer.ffn.name))
-
-
 def dense_arrays(graph: Graph, inst: BlockInst, plan: Plan, layers: tuple[int, ...]) -> dict[str, ArrayInfo]:
     """A block's scanned weights for the given layers: leading dim = layers."""
     declared = {key: w for key, w in block_weights(graph, inst).items() if not w.stacked}
@@ -68,7 +63,7 @@ def dense_arrays(graph: Graph, inst: BlockInst, plan: Plan, layers: tuple[int, .
 def expert_arrays(graph: Graph, inst: BlockInst, plan: Plan) -> dict[str, ArrayInfo]:
     """A block's loop-invariant stacks over all its layers, with block scales when they are float8."""
     declared = {key: w for key, w in block_weights(graph, inst).items() if w.stacked}
-    cuts, layers = block_of(inst).cuts(inst.fields), block_layers(graph, inst.name)
+    cuts, layers = block_of(inst).cuts(inst.fields), graph.layers_of(inst.name)
     found = {}
     for key, weight in declared.items():
         found[key] = _stacked(graph, f"{inst.name}.{key}", weight, cuts, plan, layers)
@@ -138,7 +133,7 @@ def _state_array(
     return StateArray(
         key=f"{inst.name}.{name}",
         block=inst.name,
-        layers=len(block_layers(graph, inst.name)),
+        layers=len(graph.layers_of(inst.name)),
         paged=isinstance(state, PagedState),
         inner=inner,
         axes=state.axes,

@@ -34,12 +34,21 @@ def write_files(files: dict[str, str], out_dir: Path) -> list[Path]:
             (staging / name).parent.mkdir(exist_ok=True)
             (staging / name).write_text(text)
         staging.chmod(0o755)
-        if out_dir.exists():
-            shutil.rmtree(out_dir)
-        staging.rename(out_dir)
+        _swap(staging, out_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return [out_dir / name for name in files]
+
+
+def _swap(staging: Path, out_dir: Path) -> None:
+    """Put the new folder in the old one's place; the old one is moved aside whole, then deleted."""
+    old = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent)) / "old"
+    try:
+        if out_dir.exists():
+            out_dir.rename(old)
+        staging.rename(out_dir)
+    finally:
+        shutil.rmtree(old.parent, ignore_errors=True)
 
 
 def check(graph: Graph, plan: Plan, out_dir: Path, *, standalone: bool = False) -> list[str]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from ..graph.ir import Graph
 from ..plan.plan import Plan
 from ..plan.report import plan_markdown
-from .arrays import state_arrays
 from .render import render, render_python
-from .view import identifier, page_bytes, slot_bytes, view
+from .view import identifier, view
 from .view import text as python_text
 from .weights_view import weights_view
 
@@ -29,26 +28,18 @@ def plan_json(plan: Plan) -> str:
     return plan.model_dump_json(indent=1) + "\n"
 
 
-def regenerate_command(plan: Plan) -> str:
+def regenerate_command(plan: Plan, standalone: bool = False) -> str:
     """The command line that writes this program again."""
-    words = [
-        "moec",
-        "compile",
-        plan.model_source,
-        "--target",
-        plan.target,
-        "--workload",
-        plan.workload_source,
-        *plan.overrides,
-    ]
+    words = ["moec", "compile", plan.model_source, "--target", plan.target, "--workload", plan.workload_source]
+    words += [*plan.overrides, *(["--standalone", "-o", "DIR"] if standalone else [])]
     return shlex.join(words)
 
 
-def header(plan: Plan) -> tuple[str, ...]:
+def header(plan: Plan, standalone: bool = False) -> tuple[str, ...]:
     """First lines of every emitted file: where it came from and how to make it again."""
     digests = ", ".join(f"{name} {value[:16]}" for name, value in plan.digests.items())
     return (
-        f"Emitted by moec; do not edit. Regenerate: {regenerate_command(plan)}",
+        f"Emitted by moec; do not edit. Regenerate: {regenerate_command(plan, standalone)}",
         f"Digests: {digests}, plan {plan_digest(plan)}",
     )
 
@@ -56,7 +47,6 @@ def header(plan: Plan) -> tuple[str, ...]:
 def program_files(graph: Graph, plan: Plan) -> dict[str, str]:
     """File name -> text of the emitted package."""
     v = view(graph, plan, header(plan))
-    pools = state_arrays(graph, plan)
     calls = {b.name: render(f"{b.kind}/call.j2", **b.fields).rstrip("\n") for b in v.blocks}
     model = render_python(
         "model.py.j2",
@@ -64,8 +54,6 @@ def program_files(graph: Graph, plan: Plan) -> dict[str, str]:
         name=graph.name,
         calls=calls,
         plan_digest=plan_digest(plan),
-        page_bytes=page_bytes(pools, plan),
-        slot_bytes=slot_bytes(pools),
         compile_options=python_text(plan.compile_options),
     )
     return {

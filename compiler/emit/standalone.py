@@ -30,11 +30,11 @@ def standalone_files(graph: Graph, plan: Plan) -> dict[str, str]:
     roots |= {target for module in engine for target in _imported(_read(module), module) if _is_block(target)}
     parts = [(module, _read(module)) for module in closure(sorted(roots))]
     parts += [("weights of this model", files["weights.py"]), ("the program", files["model.py"])]
-    top = [f"# {line}" for line in header(plan)]
+    top = [f"# {line}" for line in header(plan, standalone=True)]
     return {
         "__init__.py": files["__init__.py"],
         "model.py": splice(top, parts),
-        "run.py": render_python("standalone_run.py.j2", header=header(plan), name=graph.name),
+        "run.py": render_python("standalone_run.py.j2", header=header(plan, standalone=True), name=graph.name),
         **{f"engine/{module.rpartition('.')[2]}.py": _engine_source(module) for module in engine},
         "engine/__init__.py": '"""Checkpoint loader and batch engine of the program beside this folder."""\n',
         "plan.json": files["plan.json"],

@@ -1,6 +1,7 @@
 """The typed view the templates place: every name, number and line of the emitted program is computed here."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moec.blocks.core.declare import NormFields
@@ -9,7 +10,9 @@ from moec.blocks.registry import BLOCKS, EMITTERS
 
 from ..graph.ir import BlockInst, Graph, Group, Layer
 from ..plan.plan import BucketPlan, Plan
-from .arrays import StateArray, block_layers, mesh_rules, state_arrays
+from .arrays import StateArray, mesh_rules, state_arrays
+
+WIDTH = 110  # of emitted lines
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class BlockView:
     """
 
     name: str
+    function: str
     kind: str
     slot: str
     doc: str
@@ -46,7 +50,7 @@ class LayerView:
 class StepView:
     """One layer of a group's scan body."""
 
-    call: str
+    call: tuple[str, ...]  # lines
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class PoolView:
     shape: str
     axes: str
     dtype: str
+    size: str  # its entry of POOLS
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class ProgramView:
     pools: tuple[PoolView, ...]
     slot_keys: tuple[str, ...]
     kv_writes: tuple[tuple[str, str], ...]
+    hidden: str
     final_norm: str
     embed: str
     head: str
@@ -93,12 +99,36 @@ class ProgramView:
 
 def identifier(name: str) -> str:
     """An importable slug: every run of other characters becomes one underscore."""
-    return re.sub(r"\W+", "_", name)
+    slug = re.sub(r"\W+", "_", name)
+    return f"_{slug}" if slug[0].isdigit() else slug
 
 
 def text(value: object) -> str:
     """A value as Python text with double quotes, as formatters write it."""
     return repr(value).replace("'", '"')
+
+
+def variant_module(plan: Plan, part: str) -> str:
+    """Import path of the variant the plan chose for a part outside the layers' blocks."""
+    return f"moec.blocks.{part}.{plan.variants[part]}"
+
+
+def block_function(inst: BlockInst) -> str:
+    """Name of the emitted function of a block; the suffix keeps it apart from what it imports."""
+    return f"{inst.name}_block"
+
+
+def layer_function(layer: Layer) -> str:
+    """Name of the emitted function of a layer kind."""
+    return f"{layer.kind}_layer"
+
+
+def wrapped(target: str, function: str, args: Sequence[str], indent: int) -> list[str]:
+    """`target = function(args)` on one line, or the arguments on a line of their own when it is too long."""
+    head, inner = f"{target} = {function}(", ", ".join(args)
+    if indent + len(head) + len(inner) + 1 <= WIDTH:
+        return [f"{head}{inner})"]
+    return [head, f"    {inner}", ")"]
 
 
 def norm_call(norm: NormFields, x: str, gain: str) -> str:
@@ -120,9 +150,10 @@ def view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> ProgramView:
         blocks=blocks,
         layers=tuple(_layer(layer, graph, pools) for layer in _distinct_layers(graph)),
         groups=tuple(_group(i, group, graph, pools) for i, group in enumerate(graph.groups)),
-        pools=tuple(_pool(pool) for pool in pools),
+        pools=tuple(_pool(pool, plan) for pool in pools),
         slot_keys=tuple(p.key for p in pools if not p.paged),
         kv_writes=_kv_writes(graph, pools),
+        hidden=_joined([f"hidden{i}" for i in range(len(graph.groups))]),
         final_norm=norm_call(graph.final_norm, "x_TD", 'w["final_norm"]'),
         embed=_embed(plan),
         head=_head(graph, plan),
@@ -138,6 +169,7 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
     site = Site(
         name=inst.name,
         module=variants[plan.variants[inst.name]].module,
+        collectives=variant_module(plan, "collectives"),
         dims=graph.dims,
         dp=mesh.dp,
         tp=mesh.tp,
@@ -148,7 +180,7 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
         tuning=_tuning({k[len(prefix) :]: v for k, v in plan.tuning.items() if k.startswith(prefix)}),
     )
     found = EMITTERS[inst.kind]().emit(inst.fields, site)
-    layers = Constant(f"{site.prefix}_LAYERS", str(len(block_layers(graph, inst.name))), f"layers with {inst.name}")
+    layers = Constant(f"{site.prefix}_LAYERS", str(len(graph.layers_of(inst.name))), f"layers with {inst.name}")
     return Emission(found.imports, (layers, *found.constants), found.doc, found.fields)
 
 
@@ -177,12 +209,16 @@ def _imports(plan: Plan, emissions: dict[str, Emission], pools: tuple[StateArray
     pairs = {
         (f"{core}.array_info", "ArrayInfo"),
         (f"{core}.norm", "rms_norm"),
-        ("moec.blocks.embed.xla", "lookup_sharded" if plan.embed == "sharded" else "lookup"),
-        ("moec.blocks.head.xla", "logits_sharded" if plan.head == "sharded" else "logits"),
-        ("moec.blocks.sampling.xla", "sample"),
+        (variant_module(plan, "embed"), "lookup_sharded" if plan.embed == "sharded" else "lookup"),
+        (variant_module(plan, "head"), "logits_sharded" if plan.head == "sharded" else "logits"),
+        (variant_module(plan, "sampling"), "sample"),
+        *((f"{core}.slots", name) for name in ("copy_slots", "zero_slots")),
         *((f"{core}.batch", name) for name in ("Bucket", "index_rows", "local", "ranked")),
-        *([(f"{core}.batch", "stack_layers")] if any(p.paged for p in pools) else []),
-        *((f"{core}.program", name) for name in ("batch_info", "jit_step", "make_mesh", "partition_specs")),
+        *([(f"{core}.batch", "stack_layers"), (f"{core}.paged", "write_kv")] if any(p.paged for p in pools) else []),
+        *(
+            (f"{core}.program", name)
+            for name in ("batch_info", "jit_slots", "jit_step", "make_mesh", "partition_specs")
+        ),
         *(pair for emitted in emissions.values() for pair in emitted.imports),
     }
     modules = sorted({module for module, _ in pairs})
@@ -202,9 +238,7 @@ def _constants(graph: Graph, plan: Plan, emissions: dict[str, Emission]) -> tupl
         Constant("TENSOR", text(mesh.attention_tp), "attention tensor parallel: heads are cut"),
         Constant("EXPERT", text(mesh.expert_ep), "expert parallel: each device has its own experts"),
         Constant("NUM_RANKS", str(mesh.dp), "attention data-parallel ranks"),
-        Constant("HIDDEN", str(dims.hidden_size), "width of the residual stream"),
         Constant("VOCAB", str(dims.vocab_size), "token ids"),
-        Constant("NUM_LAYERS", str(graph.num_layers), " + ".join(group_doc(g) for g in graph.groups)),
         Constant("ACTIVATION", f'"{plan.dtypes.activation}"', "dtype of the residual stream"),
         Constant("MATMUL_PRECISION", f'"{plan.matmul_precision}"', "of matrix products while tracing"),
         Constant("PAGE_SIZE", str(plan.page_size), "tokens per KV page"),
@@ -240,6 +274,7 @@ def _block(inst: BlockInst, graph: Graph, plan: Plan, emitted: Emission, pools: 
     returns = ["x_TD + y_TD"] + (["pools | {" + packed + "}"] if slots else []) + (["new_kv_TC"] if paged else [])
     return BlockView(
         name=inst.name,
+        function=block_function(inst),
         kind=inst.kind,
         slot=slot,
         doc=emitted.doc,
@@ -260,6 +295,7 @@ def _params(
 ) -> list[str]:
     """What a block function takes, in order; the same list is used for definition and call."""
     slots, paged = _own_pools(inst, pools, False), _own_pools(inst, pools, True)
+    assert len(paged) <= 1, (inst.name, paged)
     args = list(first)
     if slots:
         args.append("pools")
@@ -282,17 +318,17 @@ def _distinct_layers(graph: Graph) -> tuple[Layer, ...]:
 def _layer(layer: Layer, graph: Graph, pools: tuple[StateArray, ...]) -> LayerView:
     calls, returns = [], ["x_TD"]
     for inst in (layer.mixer, layer.ffn):
-        args = _params(inst, graph, pools, ("x_TD", "w"), f'stacks["{inst.name}"]', f"{inst.name}_layer")
+        args = _params(inst, graph, pools, ("x_TD", "w"), f'stacks["{inst.name}"]', f"{inst.name}_index")
         outs = ["x_TD"]
         outs += ["pools"] if _own_pools(inst, pools, False) else []
         outs += ["new_kv_TC"] if _own_pools(inst, pools, True) else []
-        calls.append(f"{', '.join(outs)} = {inst.name}({', '.join(args)})")
+        calls.append(f"{', '.join(outs)} = {block_function(inst)}({', '.join(args)})")
         returns += outs[1:]
-    params = _layer_params(layer, graph, pools, [f"{inst.name}_layer" for inst in (layer.mixer, layer.ffn)])
+    params = _layer_params(layer, graph, pools, [f"{inst.name}_index" for inst in (layer.mixer, layer.ffn)])
     return LayerView(
-        name=layer.kind,
+        name=layer_function(layer),
         doc=f"{layer.mixer.name}, then {layer.ffn.name}; each adds to the residual stream after its norm.",
-        params=", ".join(["x_TD", "w", *params]),
+        params=", ".join(["x_TD", "w", *params, "bucket"]),
         returns=", ".join(dict.fromkeys(returns)),
         calls=tuple(calls),
     )
@@ -306,7 +342,7 @@ def _layer_params(layer: Layer, graph: Graph, pools: tuple[StateArray, ...], ord
     used += ["kv"] if any(pool.paged for pool in owned) else []
     used += ["stacks"] if any(_has_stack(inst, graph) for inst in insts) else []
     used += ["batch"] if owned else []
-    return [*used, "rows", *ordinals, "bucket"]
+    return [*used, "rows", *ordinals]
 
 
 def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]) -> GroupView:
@@ -321,9 +357,10 @@ def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]
                 rows = f"{inst.name}_kv{position}"
                 outs.append(rows)
                 new_kv.setdefault(pool.key, []).append(rows)
-        ordinals = [_ordinal(inst, group, position, graph) for inst in (layer.mixer, layer.ffn)]
-        args = ["x_TD", f'w["layer{position}"]', *_layer_params(layer, graph, pools, ordinals)]
-        steps.append(StepView(f"{', '.join(dict.fromkeys(outs))} = {layer.kind}({', '.join(args)})"))
+        pair = (layer.mixer, layer.ffn)
+        ordinals = [f"{inst.name}_index={_ordinal(inst, group, position, graph)}" for inst in pair]
+        args = ["x_TD", f'w["layer{position}"]', *_layer_params(layer, graph, pools, ordinals), "bucket=bucket"]
+        steps.append(StepView(tuple(wrapped(", ".join(dict.fromkeys(outs)), layer_function(layer), args, 8))))
     first, last = group.first_layer, group.first_layer + group.repeat * len(group.layers) - 1
     return GroupView(
         name=f"group{index}",
@@ -336,7 +373,7 @@ def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]
 
 def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
     """Which of the block's layers this is, as an expression in the scan index i."""
-    before = sum(i < group.first_layer for i in block_layers(graph, inst.name))
+    before = sum(i < group.first_layer for i in graph.layers_of(inst.name))
     names = [(layer.mixer.name, layer.ffn.name) for layer in group.layers]
     stride = sum(inst.name in pair for pair in names)
     offset = before + sum(inst.name in pair for pair in names[:position])
@@ -344,17 +381,18 @@ def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
     return f"{scaled} + {offset}" if offset else scaled
 
 
-def _pool(pool: StateArray) -> PoolView:
-    rank = "NUM_RANKS"
-    inner = ", ".join(map(str, pool.inner))
-    layers = f"{pool.block.upper()}_LAYERS"
+def _pool(pool: StateArray, plan: Plan) -> PoolView:
+    layers, inner = f"{pool.block.upper()}_LAYERS", ", ".join(map(str, pool.inner))
+    axes = text(("rank", None, None, *pool.axes))
     if pool.paged:
-        shape = f"({rank}, {layers} * num_pages, PAGE_SIZE, {inner})"
-        axes = ("rank", None, None, *pool.axes)
+        shape = f'(NUM_RANKS, {layers} * pages["{pool.key}"], PAGE_SIZE, {inner})'
+        size = (
+            f'"tokens_per_page": PAGE_SIZE, "bytes_per_page": {pool.bytes_per_entry * plan.page_size}, "window": None'
+        )
     else:
-        shape = f"({rank}, {layers}, num_slots, {inner})"
-        axes = ("rank", None, None, *pool.axes)
-    return PoolView(pool.key, shape, text(axes), pool.dtype)
+        shape = f'(NUM_RANKS, {layers}, slots["{pool.key}"], {inner})'
+        size = f'"bytes_per_slot": {pool.bytes_per_entry}'
+    return PoolView(pool.key, shape, axes, pool.dtype, "{" + size + "}")
 
 
 def _kv_writes(graph: Graph, pools: tuple[StateArray, ...]) -> tuple[tuple[str, str], ...]:
@@ -370,6 +408,10 @@ def _kv_writes(graph: Graph, pools: tuple[StateArray, ...]) -> tuple[tuple[str, 
         ]
         found.append((pool.key, ", ".join(parts)))
     return tuple(found)
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"jnp.concatenate([{', '.join(parts)}])"
 
 
 def _embed(plan: Plan) -> str:
@@ -390,13 +432,3 @@ def _bucket(bucket: BucketPlan) -> str:
         f"Bucket(tokens_per_rank={bucket.tokens_per_rank}, seqs_per_rank={bucket.seqs_per_rank}, "
         f"max_q={bucket.max_q}, pages_per_seq={bucket.pages_per_seq})"
     )
-
-
-def page_bytes(pools: tuple[StateArray, ...], plan: Plan) -> int:
-    """Bytes of one page over all layers and the devices of one rank."""
-    return sum(p.bytes_per_entry for p in pools if p.paged) * plan.page_size
-
-
-def slot_bytes(pools: tuple[StateArray, ...]) -> int:
-    """Bytes of one slot over all layers and the devices of one rank."""
-    return sum(p.bytes_per_entry for p in pools if not p.paged)

@@ -6,7 +6,7 @@ from moec.blocks.core.array_info import ArrayInfo, Source
 
 from ..graph.ir import BlockInst, Graph, Group
 from ..plan.plan import Plan
-from .arrays import block_layers, dense_arrays, expert_arrays, norm_array, top_arrays
+from .arrays import dense_arrays, expert_arrays, norm_array, top_arrays
 from .view import text
 
 WIDTH = 110
@@ -51,7 +51,7 @@ def weights_view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> WeightsVi
 def _tables(graph: Graph, plan: Plan) -> list[TableView]:
     found = []
     for inst in graph.blocks().values():
-        layers = block_layers(graph, inst.name)
+        layers = graph.layers_of(inst.name)
         dense = dense_arrays(graph, inst, plan, layers)
         doc = f"{inst.name} weights of the given layers."
         found.append(TableView(f"{inst.name}_weights", doc, _lines(dense, "layers")))
@@ -121,7 +121,7 @@ def _tree(graph: Graph, plan: Plan) -> list[str]:
         lines += [f'"group{index}": {{', *("    " + x for x in _group(group)), "},"]
     stacked = [inst for inst in graph.blocks().values() if expert_arrays(graph, inst, plan)]
     lines.append('"stacks": {')
-    lines += [f'    "{inst.name}": {inst.name}_stack({_range(block_layers(graph, inst.name))}),' for inst in stacked]
+    lines += [f'    "{inst.name}": {inst.name}_stack({_range(graph.layers_of(inst.name))}),' for inst in stacked]
     lines.append("},")
     lines += info_lines('"final_norm": ', top["final_norm"], "")
     if "head.w" in top:

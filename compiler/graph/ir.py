@@ -103,6 +103,10 @@ class Graph:
                 for p, layer in enumerate(group.layers):
                     yield group.first_layer + r * len(group.layers) + p, layer
 
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """Absolute indices of the layers that use a block instance."""
+        return tuple(index for index, layer in self.layers() if name in (layer.mixer.name, layer.ffn.name))
+
     def blocks(self) -> dict[str, BlockInst]:
         """Distinct block instances by name, in order of first use."""
         found: dict[str, BlockInst] = {}

@@ -49,7 +49,7 @@ def _group(index: int, group: Group) -> list[str]:
 
 
 def _block(graph: Graph, inst: BlockInst) -> list[str]:
-    layers = [index for index, layer in graph.layers() if inst in (layer.mixer, layer.ffn)]
+    layers = graph.layers_of(inst.name)
     weights = block_weights(graph, inst)
     base = f", from {inst.base}" if inst.base not in ("", inst.name) else ""
     count = sum(num_values(weight) for weight in weights.values())
@@ -109,7 +109,7 @@ def _norm(norm: NormFields) -> str:
     return f"{norm.kind} eps {norm.eps:g}{' zero-centred' if norm.zero_centered else ''}"
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(numbers: tuple[int, ...]) -> str:
     """At most four numbers, then the count goes on."""
     shown = ", ".join(map(str, numbers[:4]))
     return f"{shown}, ..." if len(numbers) > 4 else shown

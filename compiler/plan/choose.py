@@ -1,6 +1,6 @@
 """The exact search: every option gets one verdict with its numbers, and the best one becomes the plan.
 
-Options whose predicted times differ by less than the model's error are ties. A fixed order
+Options whose predicted times differ by less than a threshold are ties. A fixed order
 decides between them: fewer collectives per layer, less HBM, the simpler plan.
 """
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from ..problems import Problem, ProblemsError
 from ..spec.schema import PlanPins, Request
-from .cost import BAND_PCT
 from .dtypes import check_dtypes, resolve_dtypes
 from .evaluate import GIB, Priced, Question, Rejected, evaluate
 from .memory import BAND_PCT as MEMORY_BAND_PCT
@@ -19,6 +18,10 @@ from .plan import Plan, Reason
 from .record import build_plan
 from .space import Option, enumerate_options, factor_pairs
 from .variants import check_variants
+
+# Predicted times this close are a tie. Assumed: what two options share cancels in their ratio, so it is narrower
+# than the error of one time (target.bands), but no pair of options was ever compared on a machine.
+TIE_PCT = 15.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def ask(request: Request) -> Question:
 
 def judge(question: Question) -> tuple[Judged, ...]:
     """Every option with its verdict, in the order of enumeration."""
-    options = tuple(enumerate_options(question.graph, question.target.num_devices, (question.dtypes.kv,)))
+    options = tuple(enumerate_options(question.graph, question.target.num_devices))
     results = [evaluate(question, option) for option in options]
     allowed = [one for one in results if isinstance(one, Priced) and not violated_pin(question.pins, one.option)]
     lost = eliminate(allowed) if allowed else {}
@@ -92,7 +95,7 @@ def judge(question: Question) -> tuple[Judged, ...]:
 def eliminate(allowed: Sequence[Priced]) -> dict[Option, tuple[Reason, str]]:
     """Verdict and reason of every option that may run; exactly one is chosen."""
     fastest = min(allowed, key=lambda one: one.token_seconds)
-    limit = fastest.token_seconds * (1 + BAND_PCT / 100)
+    limit = fastest.token_seconds * (1 + TIE_PCT / 100)
     lost: dict[Option, tuple[Reason, str]] = {}
     left = []
     for one in allowed:
@@ -105,7 +108,7 @@ def eliminate(allowed: Sequence[Priced]) -> dict[Option, tuple[Reason, str]]:
         left, out, best = _apply(rule, left)
         for one in out:
             reason = f"{rule.name}: {rule.show(one)} against {rule.show(best)}"
-            lost[one.option] = ("TIE", f"{_behind(one, fastest)}, a tie within {BAND_PCT:g} %; loses on {reason}")
+            lost[one.option] = ("TIE", f"{_behind(one, fastest)}, a tie within {TIE_PCT:g} %; loses on {reason}")
     winner, *equal = left
     lost.update((one.option, ("TIE", "equal in every number; enumerated later")) for one in equal)
     lost[winner.option] = ("CHOSEN", _why_chosen(winner, fastest, len(allowed)))
@@ -153,6 +156,16 @@ def _pinned(pins: PlanPins, option: Option) -> list[tuple[str, Any, Any]]:
     return [(f"plan.{key}={wanted}", wanted, got) for key, wanted, got in found if wanted is not None]
 
 
+def _pinned_sizes(pins: PlanPins) -> list[str]:
+    """Pins that restrict the sizes of a step, as the user wrote them."""
+    found = (
+        ("page_size", pins.page_size),
+        ("max_batched_tokens", pins.max_batched_tokens),
+        ("max_seqs", pins.max_seqs),
+    )
+    return [f"plan.{key}={value}" for key, value in found if value is not None]
+
+
 def _verdict(
     one: Priced | Rejected, allowed: Sequence[Priced], lost: dict[Option, tuple[Reason, str]], pins: PlanPins
 ) -> Judged:
@@ -172,7 +185,7 @@ def explain_infeasible(question: Question, judged: Sequence[Judged]) -> list[Pro
     """Why no plan can run: the constraint and its numbers for each sharding the pins leave."""
     pinned = [text for text, _, _ in _pinned(question.pins, judged[0].option)]
     left = [one for one in judged if not violated_pin(question.pins, one.option)]
-    path = ", ".join(text.partition("=")[0] for text in pinned) or "plan"
+    path = ", ".join(text.partition("=")[0] for text in (*pinned, *_pinned_sizes(question.pins))) or "plan"
     if not left:
         pairs = ", ".join(f"{a}x{b}" for a, b in factor_pairs(question.target.num_devices))
         text = f"no sharding of {question.target.num_devices} devices satisfies {', '.join(pinned)}"

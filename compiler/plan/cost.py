@@ -16,14 +16,11 @@ from moec.blocks.core.work import Collective, Gemm, Load, Stream, Term, Vector, 
 from moec.blocks.embed import cost as embed_cost
 from moec.blocks.head import cost as head_cost
 from moec.blocks.registry import COSTS
-from moec.targets.target import Curve, Target
+from moec.targets.target import Target
 
 from ..graph.ir import Graph
 from .plan import MeshPlan
 
-# Error of a roofline with one fixed cost per layer on published step times: the median was 8.5 % and the
-# 90th percentile 17.3 % over 14 points of two workloads. Smaller differences decide nothing.
-BAND_PCT = 15.0
 # Passes over the residual stream per layer outside the blocks: two norms and two additions, read and write.
 _RESIDUAL_PASSES = 8
 
@@ -121,22 +118,6 @@ def interpolate(points: tuple[tuple[float, float], ...], x: float) -> float:
     return points[-1][1]
 
 
-def fit_alpha_beta(points: Curve) -> tuple[float, float, tuple[float, ...]]:
-    """(alpha seconds, GB/s, relative residuals) of t = alpha + bytes / beta through (GB, GB/s) points.
-
-    Least squares weighted by 1 / t^2, so that every point counts by its relative error.
-    """
-    rows = [(gb, gb / gbps) for gb, gbps in points.points]  # GB, seconds
-    weights = [1 / t**2 for _, t in rows]
-    sw = sum(weights)
-    mx = sum(w * gb for w, (gb, _) in zip(weights, rows, strict=True)) / sw
-    mt = sum(w * t for w, (_, t) in zip(weights, rows, strict=True)) / sw
-    sxx = sum(w * (gb - mx) ** 2 for w, (gb, _) in zip(weights, rows, strict=True))
-    slope = sum(w * (gb - mx) * (t - mt) for w, (gb, t) in zip(weights, rows, strict=True)) / sxx
-    alpha = mt - slope * mx
-    return alpha, 1 / slope, tuple((alpha + slope * gb) / t - 1 for gb, t in rows)
-
-
 @cache
 def span_of(axes: tuple[tuple[str, int], ...], used: tuple[str, ...], cores: int) -> Span:
     """The span of a collective over the axes `used`; devices are numbered row-major, `cores` neighbours per chip."""
@@ -189,11 +170,10 @@ class StepCost:
 
 def price_step(graph: Graph, machine: Machine, mesh: MeshPlan, load: Load) -> StepCost:
     """Every operator of one step on one device."""
-    layers = count_layers(graph)
     ops = [*_price(machine, mesh, "embed", 1, embed_cost.work(graph.dims, load))]
     for inst in graph.blocks().values():
         terms = COSTS[inst.kind]().work(inst.fields, graph.dims, load)
-        ops += _price(machine, mesh, inst.name, layers[inst.name], terms)
+        ops += _price(machine, mesh, inst.name, len(graph.layers_of(inst.name)), terms)
     stream = load.tokens * graph.dims.hidden_size * itemsize(load.dtypes.activation)
     residual = (Stream("norms and additions", _RESIDUAL_PASSES * stream, stream),)
     ops += _price(machine, mesh, "residual", graph.num_layers, residual)
@@ -201,16 +181,6 @@ def price_step(graph: Graph, machine: Machine, mesh: MeshPlan, load: Load) -> St
     fixed = machine.target.layer_overhead_us.value * 1e-6
     ops.append(OpCost("overhead", "fixed cost per layer", graph.num_layers, fixed, "fixed"))
     return StepCost(tuple(ops))
-
-
-def count_layers(graph: Graph) -> dict[str, int]:
-    """How many layers use each block instance."""
-    found: dict[str, int] = {}
-    for group in graph.groups:
-        for layer in group.layers:
-            for inst in (layer.mixer, layer.ffn):
-                found[inst.name] = found.get(inst.name, 0) + group.repeat
-    return found
 
 
 def _price(machine: Machine, mesh: MeshPlan, scope: str, layers: int, terms: Iterable[Term]) -> list[OpCost]:

@@ -1,5 +1,6 @@
 """Dtypes of a plan: the target's defaults, the user's pins, and what neither can do."""
 
+from moec.blocks.core.array_info import FP8_BLOCK
 from moec.blocks.core.work import Dtypes
 from moec.targets.target import Target
 
@@ -50,4 +51,9 @@ def check_dtypes(graph: Graph, target: Target, dtypes: Dtypes) -> list[Problem]:
     if dtypes.expert in DEQUANTISED and table is not None and table.scale_suffix is None:
         text = f"UNSUPPORTED: experts in {dtypes.expert} need block scales, and the checkpoint table has none"
         problems.append(Problem("plan.dtypes.expert", text, "declare model.checkpoint.scales"))
+    if dtypes.expert in DEQUANTISED and table and table.scale_block and set(table.scale_block) != {FP8_BLOCK}:
+        text = f"UNSUPPORTED: experts in {dtypes.expert} take one scale per {FP8_BLOCK} x {FP8_BLOCK} values"
+        text += ", the checkpoint table says {} x {}".format(*table.scale_block)
+        hint = "plan.dtypes.expert=bfloat16 dequantises them when they are loaded"
+        problems.append(Problem("model.checkpoint.scales.block", text, hint))
     return problems

@@ -23,7 +23,17 @@ from .memory import (
 )
 from .plan import MemoryPlan, MeshPlan, Reason
 from .space import Option, indivisible, mesh_of
-from .steps import DECODE, MIXED, Steps, mixed_share, plan_steps, rows_per_rank, step_loads, token_seconds
+from .steps import (
+    DECODE,
+    MIXED,
+    Steps,
+    least_tokens,
+    mixed_share,
+    plan_steps,
+    rows_per_rank,
+    step_loads,
+    token_seconds,
+)
 
 GIB = 2**30
 
@@ -141,9 +151,13 @@ def evaluate(question: Question, option: Option) -> Priced | Rejected:
         why = f"no common mesh axes: neither of dp {option.dp} and ep {option.ep} divides the other"
         return Rejected(option, "UNSUPPORTED", why, {"dp": option.dp, "ep": option.ep})
     steps = question.steps(option, question.rows(option))
-    if steps.mixed_tokens <= steps.seqs:
-        why = f"{steps.mixed_tokens} batched tokens leave no room for prefill beside {steps.seqs} sequences per rank"
-        return Rejected(option, "UNSUPPORTED", why, {"batched_tokens": steps.mixed_tokens, "seqs": steps.seqs})
+    if why := _no_room(steps):
+        return Rejected(
+            option,
+            "UNSUPPORTED",
+            why,
+            {"batched_tokens": steps.mixed_tokens, "seqs": steps.seqs, "page_size": steps.page_size},
+        )
     memory = question.memory(option, steps)
     if needed_bytes(memory) > available_bytes(memory):
         return _out_of_memory(question, option, memory)
@@ -151,6 +165,17 @@ def evaluate(question: Question, option: Option) -> Priced | Rejected:
     costs = {name: price_step(question.graph, question.machine, mesh, load) for name, load in loads.items()}
     share = mixed_share(option, steps, question.workload)
     return Priced(option, mesh, steps, memory, costs, share, question.graph.num_layers)
+
+
+def _no_room(steps: Steps) -> str:
+    """Why prefill would stand still in a mixed step, "" when it moves on."""
+    tokens, seqs, page = steps.mixed_tokens, steps.seqs, steps.page_size
+    if tokens <= seqs:
+        return f"{tokens} batched tokens leave no room for prefill beside {seqs} sequences per rank"
+    least = least_tokens(page, seqs)
+    if tokens < least:
+        return f"{tokens} batched tokens hold no page of {page} tokens beside {seqs - 1} decode rows, {least} would"
+    return ""
 
 
 def _out_of_memory(question: Question, option: Option, memory: MemoryPlan) -> Rejected:

@@ -16,7 +16,6 @@ from moec.targets.target import Target, Tiling
 
 from ..graph.ir import BlockInst, Graph
 from ..graph.weights import block_of, block_state, block_weights, model_weights, residual_weights
-from .cost import count_layers
 from .plan import MemoryPlan
 from .steps import Steps
 
@@ -25,8 +24,6 @@ BAND_PCT = 2.0
 SCALED = "float8_e4m3fn"
 
 Shape = tuple[int, ...]
-# Dtype of a weight, given its block instance (None outside blocks), key and declaration.
-DtypeOf = Callable[[BlockInst | None, str, Weight], str]
 
 
 def padded_bytes(shape: Shape, dtype: str, tiling: Tiling) -> int:
@@ -91,11 +88,6 @@ def local_shape(inst: BlockInst | None, shape: Shape, axes: tuple[str | None, ..
     return tuple(local(size, axis) for size, axis in zip(shape, axes, strict=True))
 
 
-def role_dtypes(dtypes: Dtypes) -> DtypeOf:
-    """The plan's rule: dtype by role."""
-    return lambda inst, key, weight: dtypes.of(weight.role)
-
-
 def vocabulary_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
     """Embedding, head and final norm on one device."""
     for key, weight in model_weights(graph).items():
@@ -111,9 +103,8 @@ def layer_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[Loc
                 yield LocalArray("norms", (group.repeat, *weight.shape), dtypes.of(weight.role))
             for inst in (layer.mixer, layer.ffn):
                 yield from _scanned(graph, inst, group.repeat, degrees, dtypes)
-    layers = count_layers(graph)
     for inst in graph.blocks().values():
-        yield from _stacked(graph, inst, layers[inst.name], degrees, dtypes)
+        yield from _stacked(graph, inst, len(graph.layers_of(inst.name)), degrees, dtypes)
 
 
 def _scanned(graph: Graph, inst: BlockInst, repeat: int, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
@@ -137,14 +128,14 @@ def _stacked(graph: Graph, inst: BlockInst, layers: int, degrees: Degrees, dtype
 
 def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps) -> Iterator[LocalArray]:
     """Page pools [1, L * pages, page, row], slot pools [1, L, slots, ...] and the sampled tokens."""
-    layers = count_layers(graph)
     for inst in graph.blocks().values():
+        layers = len(graph.layers_of(inst.name))
         for state in block_state(graph, inst):
             inner = local_shape(inst, state.shape, state.axes, degrees)
             if isinstance(state, PagedState):
-                shape = (1, layers[inst.name] * steps.num_pages, steps.page_size, *inner)
+                shape = (1, layers * steps.num_pages, steps.page_size, *inner)
             else:
-                shape = (1, layers[inst.name], steps.num_slots, *inner)
+                shape = (1, layers, steps.num_slots, *inner)
             yield LocalArray(f"{inst.name}.{_state_name(state)}", shape, dtypes.of(state.role))
     yield LocalArray("sampled", (1, steps.num_slots), "int32")
 
@@ -198,12 +189,12 @@ def temp_bytes(graph: Graph, load: Load, model: TempModel) -> int:
 
 def new_rows_bytes(graph: Graph, load: Load) -> int:
     """Cache rows of this step's tokens over all layers, in one array."""
-    layers, total = count_layers(graph), 0
+    total = 0
     for inst in graph.blocks().values():
         for state in block_state(graph, inst):
             if isinstance(state, PagedState):
                 row = prod(local_shape(inst, state.shape, state.axes, load.degrees)) * itemsize(load.dtypes.kv)
-                total += layers[inst.name] * load.tokens * row
+                total += len(graph.layers_of(inst.name)) * load.tokens * row
     return total
 
 
@@ -250,28 +241,24 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def streamed_bytes(
-    graph: Graph, load: Load, dtype_of: DtypeOf | None = None, all_experts: bool = False
-) -> dict[str, float]:
+def streamed_bytes(graph: Graph, load: Load) -> dict[str, float]:
     """Bytes one decode step must move per device: weights once, caches read, recurrent state read and written.
 
-    Experts count by the expected share the step's tokens touch (uniform routing), or whole
-    with all_experts. The embedding table is not streamed. dtype_of: the plan's roles by default.
+    Experts count by the expected share the step's tokens touch (uniform routing). The embedding
+    table is not streamed.
     """
-    rule = dtype_of or role_dtypes(load.dtypes)
 
-    def moved(inst: BlockInst | None, key: str, weight: Weight) -> float:
-        share = 1.0 if all_experts else touched(load.valid_tokens, weight.active_fraction)
-        return (
-            prod(local_shape(inst, weight.shape, weight.axes, load.degrees)) * share * itemsize(rule(inst, key, weight))
-        )
+    def moved(inst: BlockInst | None, weight: Weight) -> float:
+        share = touched(load.valid_tokens, weight.active_fraction)
+        size = prod(local_shape(inst, weight.shape, weight.axes, load.degrees))
+        return size * share * itemsize(load.dtypes.of(weight.role))
 
     outside = {key: weight for key, weight in model_weights(graph).items() if key != "embed.table"}
-    found = {"weights": sum(moved(None, key, weight) for key, weight in outside.items())}
-    found["weights"] += graph.num_layers * sum(moved(None, k, w) for k, w in residual_weights(graph).items())
+    found = {"weights": sum(moved(None, weight) for weight in outside.values())}
+    found["weights"] += graph.num_layers * sum(moved(None, weight) for weight in residual_weights(graph).values())
     for inst in graph.blocks().values():
-        layers = count_layers(graph)[inst.name]
-        found["weights"] += layers * sum(moved(inst, key, w) for key, w in block_weights(graph, inst).items())
+        layers = len(graph.layers_of(inst.name))
+        found["weights"] += layers * sum(moved(inst, weight) for weight in block_weights(graph, inst).values())
         for state in block_state(graph, inst):
             inner = prod(local_shape(inst, state.shape, state.axes, load.degrees)) * itemsize(
                 load.dtypes.of(state.role)

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 Placement = Literal["replicated", "sharded"]
-Reason = Literal["CHOSEN", "INDIVISIBLE", "HBM", "VMEM", "UNSUPPORTED", "DOMINATED", "BOUND", "PINNED", "TIE"]
+Reason = Literal["CHOSEN", "INDIVISIBLE", "HBM", "UNSUPPORTED", "DOMINATED", "PINNED", "TIE"]
 
 
 class Frozen(BaseModel):
@@ -107,11 +107,15 @@ class MemoryPlan(Frozen):
 
 
 class Estimate(Frozen):
-    """A predicted number: never a measurement. band_pct: its error, 0 when it follows exactly from its inputs."""
+    """A predicted number: never a measurement.
+
+    band_pct: how far it may be off; 0 when it is a bound or a definition. band_from: what says so.
+    """
 
     value: float
     unit: str
     band_pct: float
+    band_from: str
     provenance: str
     terms: dict[str, float] = {}
 
@@ -147,7 +151,6 @@ class Candidate(Frozen):
     embed: Placement
     head: Placement
     shared_expert: Placement
-    kv_dtype: str
     verdict: Reason
     why: str
     numbers: dict[str, float]

@@ -1,15 +1,18 @@
 """The chosen option as a Plan: everything the emitter needs, and every prediction with its provenance."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.blocks.core.work import Load
 from moec.blocks.registry import COSTS
+from moec.targets.target import Target, origins
 
+from ..graph.weights import block_state
 from ..spec.schema import Request
-from .cost import BAND_PCT, OpCost, floor_seconds
+from .cost import OpCost, floor_seconds
 from .evaluate import GIB, Priced, Question
-from .memory import BAND_PCT as MEMORY_BAND_PCT
 from .memory import available_bytes, streamed_bytes
 from .plan import Candidate, CollectivePlan, DtypePlan, Estimate, Plan, StepTerm, Traffic
 from .steps import DECODE, MIXED
@@ -55,7 +58,7 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
         compile_options=question.target.compile_options,
         traffic=Traffic(isl=workload.isl, osl=workload.osl, concurrency=workload.concurrency),
         breakdown=_breakdown(chosen),
-        notes=_notes(question),
+        notes=_notes(question, chosen),
     )
 
 
@@ -116,7 +119,6 @@ def _candidate(one: "Judged") -> Candidate:
         embed=option.embed,
         head=option.head,
         shared_expert=option.shared_expert,
-        kv_dtype=option.kv_dtype,
         verdict=one.verdict,
         why=one.why,
         numbers={key: significant(value) for key, value in one.numbers.items()},
@@ -125,56 +127,124 @@ def _candidate(one: "Judged") -> Candidate:
 
 def _estimates(question: Question, chosen: Priced, decode: Load) -> dict[str, Estimate]:
     """Predictions by name; terms are milliseconds per scope."""
-    workload, steps, chips = question.workload, chosen.steps, question.target.topology.num_chips
-    seconds = {name: cost.seconds for name, cost in chosen.costs.items()}
-    output = steps.served / chosen.token_seconds
-    prefill = (steps.mixed_tokens - steps.seqs) * chosen.option.dp / seconds[MIXED]
-    floor = floor_seconds(streamed_bytes(question.graph, decode), question.target)
-    model = f"analytic: roofline and alpha-beta with the numbers of targets/{question.target.chip}"
-    layout = "analytic: padded array sizes, calibrated formula for temporaries"
+    workload, steps, target = question.workload, chosen.steps, question.target
+    times = {name: cost.seconds * 1e3 for name, cost in chosen.costs.items()}
+    output = steps.served / chosen.token_seconds / target.topology.num_chips
+    prefill = (steps.mixed_tokens - steps.seqs) * chosen.option.dp / times[MIXED] * 1e3
+    floor = floor_seconds(streamed_bytes(question.graph, decode), target) * 1e3
+    bandwidth = target.hbm_gbps
+    bound = "assumed" if bandwidth.kind == "assumption" else "lower bound"
     return {
-        "decode_step": _estimate(seconds[DECODE] * 1e3, "ms", model, _scopes(chosen, DECODE)),
-        "mixed_step": _estimate(seconds[MIXED] * 1e3, "ms", model, _scopes(chosen, MIXED)),
-        "decode_floor": _bound(floor * 1e3, "ms", "lower bound: bytes streamed once at nameplate HBM bandwidth"),
-        "tpot": _estimate(chosen.token_seconds * 1e3, "ms", model),
-        "mixed_steps_per_token": _bound(
-            chosen.share, "1", "workload: prompt tokens per output token over a step's room"
+        "decode_step": _time(target, times[DECODE], "ms", _scopes(chosen, DECODE)),
+        "mixed_step": _time(target, times[MIXED], "ms", _scopes(chosen, MIXED)),
+        "decode_floor": _definite(
+            floor, "ms", bound, f"bytes streamed once at {bandwidth.value:g} GB/s ({bandwidth.kind})"
         ),
-        "output_tokens_per_s_chip": _estimate(output / chips, "tokens/s/chip", model),
-        "total_tokens_per_s_chip": _estimate(
-            output / chips * (1 + workload.isl / workload.osl), "tokens/s/chip", model
+        "tpot": _time(target, chosen.token_seconds * 1e3, "ms"),
+        "mixed_steps_per_token": _definite(
+            chosen.share, "1", "definition", "workload: prompt tokens per output token over a step's room"
         ),
-        "prefill_tokens_per_s": _estimate(prefill, "tokens/s", model),
-        "hbm_headroom": _estimate((available_bytes(chosen.memory) - chosen.hbm_bytes) / GIB, "GiB", layout),
-        "max_sequences": _estimate(question.max_sequences(chosen.option), "sequences", layout),
+        "output_tokens_per_s_chip": _time(target, output, "tokens/s/chip"),
+        "total_tokens_per_s_chip": _time(target, output * (1 + workload.isl / workload.osl), "tokens/s/chip"),
+        "prefill_tokens_per_s": _time(target, prefill, "tokens/s"),
+        **_capacities(question, chosen),
     }
 
 
-def _estimate(value: float, unit: str, provenance: str, terms: dict[str, float] | None = None) -> Estimate:
-    band = MEMORY_BAND_PCT if unit in ("GiB", "sequences") else BAND_PCT
-    return Estimate(value=significant(value), unit=unit, band_pct=band, provenance=provenance, terms=terms or {})
+def _capacities(question: Question, chosen: Priced) -> dict[str, Estimate]:
+    """What is needed, what is left and how many sequences fit; the error of the first is larger beside the others."""
+    weights = sum(question.weight_bytes(chosen.option.degrees).values())
+    needed, available = chosen.hbm_bytes, available_bytes(chosen.memory)
+    left, most = available - needed, question.max_sequences(chosen.option)
+    target = question.target
+    return {
+        "hbm_needed": _size(target, needed / GIB, "GiB", 1.0),
+        "hbm_headroom": _size(target, left / GIB, "GiB", needed / max(left, 1)),
+        "max_sequences": _size(target, most, "sequences", available / (available - weights)),
+    }
 
 
-def _bound(value: float, unit: str, provenance: str) -> Estimate:
-    """A number that follows exactly from its inputs."""
-    return Estimate(value=significant(value), unit=unit, band_pct=0, provenance=provenance)
+def _time(target: Target, value: float, unit: str, terms: dict[str, float] | None = None) -> Estimate:
+    provenance = f"analytic: roofline and alpha-beta with the numbers of targets/{target.chip}"
+    band = target.bands.step_time_pct
+    return _estimate(value, unit, band.value, f"{band.kind}: {band.source}", provenance, terms)
+
+
+def _size(target: Target, value: float, unit: str, share: float) -> Estimate:
+    """share: what is needed, over `value` in the same unit."""
+    hbm, band = target.hbm_gib, target.bands.memory_pct
+    provenance = f"analytic: array layouts and a formula for temporaries, in {hbm.value:g} GiB ({hbm.kind})"
+    return _estimate(value, unit, band.value * share, f"{band.kind}: {band.source}", provenance)
+
+
+def _definite(value: float, unit: str, what: str, provenance: str) -> Estimate:
+    """A number that follows from its inputs, however good those are. what: a bound, a definition."""
+    return _estimate(value, unit, 0, what, provenance)
+
+
+def _estimate(
+    value: float, unit: str, band: float, band_from: str, provenance: str, terms: dict[str, float] | None = None
+) -> Estimate:
+    return Estimate(
+        value=significant(value),
+        unit=unit,
+        band_pct=float(f"{band:.2g}"),
+        band_from=band_from,
+        provenance=provenance,
+        terms=terms or {},
+    )
 
 
 def _scopes(chosen: Priced, bucket: str) -> dict[str, float]:
     return {scope: significant(seconds * 1e3) for scope, seconds in chosen.costs[bucket].by_scope().items()}
 
 
-def _notes(question: Question) -> tuple[str, ...]:
+def _notes(question: Question, chosen: Priced) -> tuple[str, ...]:
     """Assumptions a reader must know to judge the predictions."""
     target, workload = question.target, question.workload
-    context = workload.isl + workload.osl // 2
+    context, overhead, bands = workload.isl + workload.osl // 2, target.layer_overhead_us, target.bands
+    kinds = Counter(one.kind for one in origins(target))
     return (
         f"Steady state: every row decodes (mean context {context}), each output token brings "
         f"{workload.isl / workload.osl:g} prompt tokens, prefill is spread evenly over ranks.",
         "Routing is uniform; experts count by the share the step's tokens are expected to touch.",
         "Collectives do not overlap with anything; devices of one chip take data in once.",
-        f"Fixed cost per layer: {target.layer_overhead_us.value:g} us ({target.layer_overhead_us.kind}: "
-        f"{target.layer_overhead_us.source}).",
+        "Rows are greedy; each row that draws reads its logits up to 96 times more, which is not counted.",
+        f"Fixed cost per layer: {overhead.value:g} us ({overhead.kind}: {overhead.source}).",
         f"HBM per device: {target.hbm_gib.value:g} GiB ({target.hbm_gib.kind}), minus "
         f"{target.hbm_reserve_gib.value:g} GiB for the runtime ({target.hbm_reserve_gib.kind}).",
+        f"Numbers of targets/{target.chip}: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}.",
+        f"Times may be off by {bands.step_time_pct.value:g} % ({bands.step_time_pct.kind}: "
+        f"{bands.step_time_pct.source}).",
+        f"Memory may be off by {bands.memory_pct.value:g} % of what is needed ({bands.memory_pct.kind}: "
+        f"{bands.memory_pct.source}).",
+        *_page_note(question, chosen),
+        *_state_note(question, chosen),
+    )
+
+
+def _page_note(question: Question, chosen: Priced) -> tuple[str, ...]:
+    """A page size that is neither pinned nor the target's."""
+    usual, size = question.target.serving.page_size, chosen.steps.page_size
+    if question.pins.page_size or size == usual:
+        return ()
+    steps = chosen.steps
+    return (
+        f"Pages hold {size} tokens, not the target's {usual}: contexts end at {question.workload.max_context} tokens, "
+        f"and a step of {steps.mixed_tokens} must hold a page beside {steps.seqs - 1} decode rows.",
+    )
+
+
+def _state_note(question: Question, chosen: Priced) -> tuple[str, ...]:
+    """A recurrent state that is kept narrower than released configurations say."""
+    graph, dtypes, wide = question.graph, question.dtypes, "float32"
+    states = [state for inst in graph.blocks().values() for state in block_state(graph, inst)]
+    if dtypes.state == wide or all(state.role != "state" for state in states):
+        return ()
+    asked = replace(question, dtypes=replace(dtypes, state=wide))
+    more = asked.memory(chosen.option, chosen.steps).arguments_bytes - chosen.memory.arguments_bytes
+    why = "pinned" if question.pins.dtypes.state else question.target.dtypes.source
+    return (
+        f"Recurrent state is stored in {dtypes.state} ({why}); released configurations of such models name {wide} "
+        f"(mamba_ssm_dtype). plan.dtypes.state={wide} takes {more / GIB:.2f} GiB more per device.",
     )

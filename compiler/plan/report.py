@@ -103,11 +103,11 @@ def _decisions(plan: Plan) -> Section:
 def _predictions(plan: Plan) -> Section:
     rows = tuple((_spoken(name), _number(e), _band(e), e.provenance) for name, e in plan.estimates.items())
     columns = (Column("predicted"), Column("value", "right"), Column("band", "right"), Column("from"))
-    return Section("Predictions, never measured", columns, rows, note=" ".join(plan.notes))
+    return Section("Predictions, never measured", columns, rows, note="\n".join(f"- {note}" for note in plan.notes))
 
 
 def _band(estimate: Estimate) -> str:
-    return f"±{estimate.band_pct:g} %" if estimate.band_pct else "exact"
+    return f"±{estimate.band_pct:g} %" if estimate.band_pct else estimate.band_from
 
 
 def _spoken(name: str) -> str:
@@ -135,9 +135,9 @@ def _memory(plan: Plan) -> Section:
     strong = frozenset(i for i, (name, *_) in enumerate(rows) if name in ("arguments", "needed", "free"))
     columns = (Column("per device"), Column("size", "right"), Column("of usable", "right"), Column(""))
     title = f"Memory per device, {usable / GIB:.2f} GiB usable"
-    return Section(
-        title, columns, rows, strong, "Arguments are exact; temporaries come from a formula, ±2 % of the total."
-    )
+    needs = plan.estimates["hbm_needed"]
+    note = f"Arguments are counted array by array, temporaries come from a formula: {_band(needs)} ({needs.band_from})."
+    return Section(title, columns, rows, strong, note)
 
 
 def _size(num_bytes: float) -> str:
@@ -305,7 +305,8 @@ def plan_markdown(plan: Plan) -> str:
     if plan.traffic:
         t = plan.traffic
         lines += [f"Workload {plan.workload}: {t.concurrency} sequences at once, {t.isl} tokens in, {t.osl} out.", ""]
-    lines += ["Predictions come from published numbers and formulas. Nothing here was measured on the machine.", ""]
+    chip = plan.target.partition(":")[0]
+    lines += [f"Predictions come from formulas and the numbers of targets/{chip}; nothing here was measured.", ""]
     for section in sections(plan):
         lines += [f"## {section.title}", "", *_markdown_table(section), ""]
         if section.note:

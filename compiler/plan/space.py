@@ -25,7 +25,6 @@ class Option:
     embed: Placement
     head: Placement
     shared_expert: Placement
-    kv_dtype: str
 
     @property
     def num_devices(self) -> int:
@@ -60,16 +59,16 @@ def _product_name(*parts: tuple[str, int]) -> str:
     return "x".join(named) or f"{parts[0][0]}1"
 
 
-def enumerate_options(graph: Graph, num_devices: int, kv_dtypes: tuple[str, ...]) -> Iterator[Option]:
+def enumerate_options(graph: Graph, num_devices: int) -> Iterator[Option]:
     """Every option in a fixed order. A tied head is placed as the embedding; one device has nothing to cut."""
     splits = factor_pairs(num_devices)
     placements: tuple[Placement, ...] = PLACEMENTS if num_devices > 1 else ("replicated",)
     shared: tuple[Placement, ...] = placements if _has_cut(graph, "shared") else ("replicated",)
     expert_splits = splits if _has_cut(graph, "expert_ep") else ((num_devices, 1),)
     for (dp, tp), (ep, etp) in product(splits, expert_splits):
-        for embed, head, where, kv in product(placements, placements, shared, kv_dtypes):
+        for embed, head, where in product(placements, placements, shared):
             if not graph.tied_head or embed == head:
-                yield Option(dp, tp, ep, etp, embed, head, where, kv)
+                yield Option(dp, tp, ep, etp, embed, head, where)
 
 
 def factor_pairs(number: int) -> tuple[tuple[int, int], ...]:

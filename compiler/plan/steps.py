@@ -48,21 +48,38 @@ def rows_per_rank(option: Option, workload: Workload, pins: PlanPins) -> int:
 
 def plan_steps(option: Option, workload: Workload, pins: PlanPins, target: Target, seqs: int) -> Steps:
     """Step sizes for `seqs` sequences per rank."""
-    page_size = pins.page_size or target.serving.page_size
+    page_size = pins.page_size or _page_size(workload, pins, target, seqs)
     # A mixed step never needs more than every row's whole context, and must have room beside the decode rows.
     budget = min(target.serving.batched_tokens_per_device * option.tp, seqs * workload.max_context)
     return Steps(
         seqs=seqs,
-        mixed_tokens=pins.max_batched_tokens or max(budget, 2 * seqs),
+        mixed_tokens=pins.max_batched_tokens or max(budget, 2 * seqs, least_tokens(page_size, seqs)),
         page_size=page_size,
         pages_per_seq=-(-workload.max_context // page_size),
         served=min(workload.concurrency, seqs * option.dp),
     )
 
 
-def step_loads(
-    option: Option, steps: Steps, workload: Workload, dtypes: Dtypes, target: Target
-) -> dict[str, Load]:
+def least_tokens(page_size: int, seqs: int) -> int:
+    """Tokens of a mixed step in which prefill moves on: one whole page, and a token of every other row.
+
+    Prefill chunks end at page borders, except where a prompt ends.
+    """
+    return page_size + seqs - 1
+
+
+def _page_size(workload: Workload, pins: PlanPins, target: Target, seqs: int) -> int:
+    """The target's page size, halved until one page is not twice a whole context and fits a pinned step."""
+    size = target.serving.page_size
+    while size > 1 and (
+        size >= 2 * workload.max_context
+        or (pins.max_batched_tokens and pins.max_batched_tokens < least_tokens(size, seqs))
+    ):
+        size //= 2
+    return size
+
+
+def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes, target: Target) -> dict[str, Load]:
     """The load of each bucket in the steady state, when all rows decode and the mixed step is full."""
     decode = Load(
         tokens=steps.seqs,
@@ -75,7 +92,8 @@ def step_loads(
         page_size=steps.page_size,
         degrees=option.degrees,
         dtypes=dtypes,
-        row_tile=target.tiling.sublanes,
+        row_tile=target.row_tile(dtypes.activation),
+        row_full=int(target.rows.full.value),
     )
     room = steps.mixed_tokens - steps.seqs
     mixed = Load(**{**vars(decode), "tokens": steps.mixed_tokens, "prefill_tokens": room})

@@ -1,6 +1,7 @@
 """Relations between fields: heads, layer counts, block references, mesh products, context lengths."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from pydantic import ValidationError
@@ -17,6 +18,9 @@ from .suggest import closest, listing
 from .validate import Finding, Parsed, error_findings
 
 _MODEL = ("model",)
+_BLOCK_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+# Keys of a layer's weights, of the checkpoint table and prefixes of the program's own constants.
+RESERVED = frozenset({"embed", "head", "layer", "final_norm", "mixer_norm", "ffn_norm", "max", "num", "page"})
 MAX_LAYERS = 10_000  # far above any model; a slip of the pen must not fill the memory
 
 
@@ -27,12 +31,14 @@ def check_model(parsed: Parsed) -> list[Finding]:
         return []
     dims = ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm)
     findings: list[Finding] = []
+    findings += _check_block_names(parsed)
     for name, fields in _usable(spec).items():
         findings += _check_block(fields, dims, (*_MODEL, "blocks", name))
     if not {"layers", "blocks"} & parsed.poisoned:
         for path, group, entry in entries(spec):
             findings += _check_entry(parsed, spec, dims, path, group, entry)
         findings += _check_unused(parsed, spec)
+        findings += _check_layer_names(spec)
         findings += _check_layer_count(spec)
     return findings
 
@@ -112,6 +118,39 @@ def _check_unused(parsed: Parsed, spec: ModelSpec) -> list[Finding]:
     text = "block '{}' is declared but no layer uses it"
     paths = {name: (*_MODEL, "blocks", name) for name in parsed.declared if name not in used}
     return [Finding(path, text.format(name), "use it in layers, or remove it", True) for name, path in paths.items()]
+
+
+def _check_block_names(parsed: Parsed) -> list[Finding]:
+    """Block names become functions, constants and weight keys of the emitted program."""
+    findings = []
+    for name in parsed.declared:
+        path = (*_MODEL, "blocks", name)
+        if not _BLOCK_NAME.fullmatch(name):
+            hint = f"lower-case words joined by one underscore, e.g. {_suggested(name)}"
+            findings.append(Finding(path, f"'{name}' is no block name", hint, True))
+        elif name in RESERVED:
+            hint = f"any name but {', '.join(sorted(RESERVED))}"
+            findings.append(Finding(path, f"block name '{name}' is taken by the program around it", hint, True))
+    return findings
+
+
+def _suggested(name: str) -> str:
+    words = re.findall("[a-z][a-z0-9]*", name.lower())
+    return "_".join(words) or "attn"
+
+
+def _check_layer_names(spec: ModelSpec) -> list[Finding]:
+    """Two pairs of blocks must not run together into one layer name: a_b + c and a + b_c."""
+    findings: list[Finding] = []
+    first: dict[str, tuple[str, str]] = {}
+    for path, group, entry in entries(spec):
+        pair = (entry.mixer, entry.ffn or group.ffn or "")
+        other = first.setdefault("_".join(pair), pair)
+        if other != pair:
+            text = f"layers {other[0]} + {other[1]} and {pair[0]} + {pair[1]} would both be called {'_'.join(pair)}"
+            findings.append(Finding(path, text, "rename one of the blocks"))
+            first["_".join(pair)] = pair
+    return findings
 
 
 def _check_layer_count(spec: ModelSpec) -> list[Finding]:

@@ -99,11 +99,7 @@ def verify_aot(
 
 def block_layers(graph: Graph) -> dict[str, int]:
     """How many layers use each block instance."""
-    counts = dict.fromkeys(graph.blocks(), 0)
-    for _, layer in graph.layers():
-        for inst in (layer.mixer, layer.ffn):
-            counts[inst.name] += 1
-    return counts
+    return {name: len(graph.layers_of(name)) for name in graph.blocks()}
 
 
 def why_not(topology: str) -> str:

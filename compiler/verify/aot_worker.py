@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from moec.blocks.core.program import abstract_arrays
+from moec.runtime.cache import state_info
 from moec.runtime.program import Program, load_program
 
 from . import cache, hlo
@@ -78,7 +79,8 @@ def _recalled(found: Measured, asked: Measured) -> Measured:
 def lower(program: Program, request: Request) -> tuple[Any, tuple[StateArray, ...]]:
     """The bucket's step lowered for the topology's mesh from shapes alone, and the state's arrays."""
     mesh = topology_mesh(program, request.topology)
-    state = abstract_arrays(program.state(request.num_pages, request.num_slots), program.RULES, mesh)
+    infos = state_info(program, request.num_pages, request.num_slots)
+    state = abstract_arrays(infos, program.RULES, mesh)
     weights = abstract_arrays(program.weights(), program.RULES, mesh)
     batch = abstract_arrays(program.batch(request.bucket), program.RULES, mesh)
     named = jax.tree_util.tree_flatten_with_path(state)[0]

@@ -2,7 +2,8 @@
 
 XLA's persistent compile cache cannot be read back for another machine's chips, so we keep
 what we need of a compile: memory, collectives, times. The key covers everything that can
-change the result: the program, the options, the topology, the compiler and our own parser.
+change the result: the program, the options, the compiler's flags in the environment, the
+topology, the compiler and our own parser.
 """
 
 import fcntl
@@ -17,14 +18,17 @@ from pydantic import ValidationError
 
 from .measured import Measured
 
+# Environment variables that the compilers take flags from.
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _READERS = ("hlo.py", "collectives.py", "hbm.py", "aot_worker.py", "measured.py")
 
 
 def cache_key(stablehlo: str, options: Mapping[str, str | bool], versions: Mapping[str, str], topology: str) -> str:
-    """SHA-256 over the program text, compile options, versions, topology and the code that reads the result."""
+    """SHA-256 over the program text, options, versions, topology, compiler flags and the code that reads the result."""
     here = Path(__file__).parent
     readers = hashlib.sha256(b"".join((here / name).read_bytes() for name in _READERS)).hexdigest()
-    parts = [stablehlo, dict(sorted(options.items())), dict(sorted(versions.items())), topology, readers]
+    flags = {name: os.environ.get(name, "") for name in FLAGS}
+    parts = [stablehlo, dict(sorted(options.items())), dict(sorted(versions.items())), topology, flags, readers]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -31,7 +31,10 @@ SEED = 0
 
 
 class Recorded(Frozen):
-    """Result of verify_recorded. max_abs_err: kind -> largest |logit difference|; greedy ids side by side."""
+    """Result of verify_recorded. max_abs_err: kind -> largest |logit difference|; greedy ids side by side.
+
+    load_notes: conversions of the checkpoint that lost bits.
+    """
 
     program: str
     reference: str
@@ -39,6 +42,7 @@ class Recorded(Frozen):
     max_abs_err: dict[str, float]
     greedy: tuple[int, ...]
     greedy_wanted: tuple[int, ...]
+    load_notes: tuple[str, ...] = ()
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -56,7 +60,8 @@ class Recorded(Frozen):
 
     def sections(self) -> tuple[Section, ...]:
         """For report.render."""
-        return (Section(title=f"recorded reference {self.reference}: {self.program}", checks=self.checks),)
+        facts = tuple(("note", note) for note in self.load_notes)
+        return (Section(title=f"recorded reference {self.reference}: {self.program}", facts=facts, checks=self.checks),)
 
 
 def verify_recorded(
@@ -72,7 +77,8 @@ def verify_recorded(
     arrays = read_reference(reference)
     program = load_program(program_dir)
     mesh = mesh_on(program, list(jax.devices() if devices is None else devices))
-    weights = load_weights(program, mesh, weights_dir, progress)
+    notes: list[str] = []
+    weights = load_weights(program, mesh, weights_dir, progress, on_note=notes.append)
     errors = {
         kind: _error(score(program, mesh, weights, ids, cuts), wanted)
         for kind, (ids, cuts, wanted) in cases(program, arrays).items()
@@ -86,6 +92,7 @@ def verify_recorded(
         max_abs_err=errors,
         greedy=completion.tokens,
         greedy_wanted=tuple(wanted),
+        load_notes=tuple(notes),
     )
 
 

@@ -80,7 +80,7 @@ def test_the_command_line_starts_without_jax(root: Path) -> None:
 def test_checking_and_planning_run_without_jax(root: Path) -> None:
     call = "from moec.compiler.cli import main\nassert main({!r}) == 0"
     _run_without_jax(root, call.format(["check", "tiny/mixtral"]))
-    _run_without_jax(root, call.format(["plan", "tiny/mixtral", "--target", "cpu:8", "--json"]))
+    _run_without_jax(root, call.format(["plan", "tiny/mixtral", "--target", "cpu:8", "--workload", "tiny", "--json"]))
 
 
 def _run_without_jax(root: Path, code: str) -> None:

@@ -14,12 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moec.blocks.attention import ref, xla
+from moec.blocks.attention import block, ref, xla
+from moec.blocks.attention.cost import tuning
 from moec.blocks.attention.shapes import TEST_SHAPES, AttentionShape
 from moec.blocks.core.batch import Batch, index_rows
+from moec.blocks.core.declare import FieldProblem, ModelDims, NormFields, NormOverride
+from moec.blocks.core.paged import write_kv
+from moec.blocks.core.work import Degrees, Dtypes, Load
 
 TOLERANCE = 1e-4
 LAYERS, PAGES, PAGE_SIZE, PAGES_PER_SEQ, TOKENS, ROWS = 3, 90, 8, 20, 208, 8
+TILES = {"q_block": 128, "kv_block": 512}
 
 # (cached, new) per row; the first num_decode rows are decode rows.
 MIXES = {
@@ -65,23 +70,28 @@ def batch_of(make_batch) -> Callable[..., Batch]:
     return partial(make_batch, pages_per_seq=PAGES_PER_SEQ, page_size=PAGE_SIZE, num_pages=PAGES, num_slots=16)
 
 
-@partial(jax.jit, static_argnames=("shape", "max_q"))
-def attend(h, w, pool, batch: Batch, layer, *, shape: AttentionShape, max_q: int = TOKENS):
+@partial(jax.jit, static_argnames=("shape", "max_q", "q_block", "kv_block"))
+def attend(
+    h, w, pool, batch: Batch, layer, *, shape: AttentionShape, max_q: int = TOKENS,
+    q_block: int = TILES["q_block"], kv_block: int = TILES["kv_block"],
+):  # fmt: skip
     """One layer; the layer index is traced, as in a scan over layers."""
-    return xla.attention(h, w, pool, batch, index_rows(batch), pool_layer=layer, max_q=max_q, **geometry(shape))
+    options = geometry(shape) | {"q_block": q_block, "kv_block": kv_block, "max_q": max_q}
+    return xla.attention(h, w, pool, batch, index_rows(batch), pool_layer=layer, **options)
 
 
 @jax.jit
 def write(pool, new_TC, batch: Batch):
     """The same rows into every layer."""
-    return xla.write_kv(pool, jnp.stack([new_TC] * LAYERS), batch, index_rows(batch))
+    return write_kv(pool, jnp.stack([new_TC] * LAYERS), batch, index_rows(batch))
 
 
 def assert_matches_reference(
     h, w, pool, batch: Batch, layer: int, shape: AttentionShape, max_q: int, tolerance: float
 ) -> None:
     rows = index_rows(batch)
-    want, want_new = ref.attention(h, w, pool, batch, rows, pool_layer=layer, max_q=max_q, **geometry(shape))
+    options = geometry(shape) | TILES | {"pool_layer": layer, "max_q": max_q}
+    want, want_new = ref.attention(h, w, pool, batch, rows, **options)
     got, got_new = attend(h, w, pool, batch, layer, shape=shape, max_q=max_q)
     valid = np.asarray(rows.valid)
     assert got_new.dtype == pool.dtype and got.dtype == h.dtype
@@ -115,20 +125,39 @@ def test_decode_bucket_matches_reference(name: str, rows: int, seed: int, batch_
     assert_matches_reference(h, w, pool, batch, seed % LAYERS, shape, 1, TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mix", MIXES)
-def test_write_kv_matches_reference(mix: str, seed: int, batch_of) -> None:
-    rng, (num_decode, lengths) = np.random.default_rng([seed, 14]), MIXES[mix]
-    shape = TEST_SHAPES["plain_gqa"]
-    batch = batch_of(lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=seed)
-    pool, rows = draw_pool(shape, rng), index_rows(batch)
-    new = normal(rng, LAYERS, TOKENS, pool.shape[-1])
-    got, want = (
-        np.array(f(pool, new, batch, rows)).reshape(LAYERS, PAGES, *pool.shape[1:])
-        for f in (jax.jit(xla.write_kv), ref.write_kv)
+@pytest.mark.parametrize(("q_block", "kv_block"), [(16, 16), (24, 40), (7, 152), (130, 16)])
+def test_any_tiles_match_the_reference(q_block: int, kv_block: int, batch_of) -> None:
+    """Blocks that end inside and beyond rows, histories of several reads, the last one short."""
+    shape, rng, (num_decode, lengths) = (
+        TEST_SHAPES["gated_partial_rope"],
+        np.random.default_rng([q_block, 21]),
+        MIXES["continued_prefix"],
     )
-    # Page 0 of each layer is the sink: padding tokens may write there, and nowhere else.
-    np.testing.assert_array_equal(got[:, 1:], want[:, 1:])
+    lengths = [*lengths, (90, 5)]
+    batch = batch_of(lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=q_block)
+    h, w, pool = normal(rng, TOKENS, shape.hidden), draw_weights(shape, rng), draw_pool(shape, rng)
+    options = geometry(shape) | TILES | {"pool_layer": 1, "max_q": TOKENS}
+    want = ref.attention(h, w, pool, batch, index_rows(batch), **options)[0]
+    got = attend(h, w, pool, batch, 1, shape=shape, q_block=q_block, kv_block=kv_block)[0]
+    used = sum(new for _, new in lengths)
+    np.testing.assert_allclose(got[:used], want[:used], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("page_size", "kv_block"), [(16, 512), (48, 480), (256, 512), (512, 1024)])
+def test_tuned_tiles_are_whole_pages(page_size: int, kv_block: int) -> None:
+    fields = block.Fields(kind="attention", num_q_heads=4, num_kv_heads=2, head_dim=8)
+    load = Load(64, 8, 8, 100, 200, 56, 100, page_size, Degrees(), Dtypes(*["bfloat16"] * 6), 8, 256)
+    assert tuning(fields, {"decode": load, "mixed": load}) == {"q_block": 128, "kv_block": kv_block}
+
+
+def test_a_norm_that_nothing_uses_is_refused() -> None:
+    plain = block.Fields(kind="attention", num_q_heads=4, num_kv_heads=2, head_dim=8)
+    dims, norm = ModelDims(32, 8, NormFields()), NormOverride(eps=1e-5)
+    assert block.check(plain, dims) == []
+    assert block.check(plain.model_copy(update={"norm": norm, "qk_norm": "head"}), dims) == []
+    assert block.check(plain.model_copy(update={"norm": norm}), dims) == [
+        FieldProblem(("norm",), "norm has no effect with qk_norm 'none'", "set qk_norm: head, or remove norm")
+    ]
 
 
 class Sequence:

@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 
 from moec.blocks.core.batch import Batch, index_rows
-from moec.blocks.gated_delta import ref, xla
+from moec.blocks.core.declare import ModelDims, NormFields, NormOverride
+from moec.blocks.core.emission import Site
+from moec.blocks.gated_delta import block, ref, reference, xla
+from moec.blocks.gated_delta.emit import emit
 from moec.blocks.gated_delta.shapes import TEST_SHAPES, GatedDeltaShape
+from moec.compiler.emit.render import render
 
 TOLERANCE = 1e-4
 LAYERS, SLOTS, TOKENS, ROWS = 3, 16, 272, 8
@@ -36,6 +40,7 @@ def geometry(shape: GatedDeltaShape) -> dict[str, Any]:
     return {
         "num_qk_heads": shape.num_qk_heads, "num_v_heads": shape.num_v_heads, "head_k_dim": shape.head_k_dim,
         "head_v_dim": shape.head_v_dim, "conv_kernel": shape.conv_kernel, "norm_eps": 1e-6,
+        "norm_zero_centered": False,
     }  # fmt: skip
 
 
@@ -242,6 +247,37 @@ def test_head_shards_add_up(batch_of) -> None:
 
 
 IN_WEIGHTS = ("w_q", "w_k", "w_v", "w_z", "w_b", "w_a")
+
+
+@pytest.mark.parametrize("gated_delta", [ref.gated_delta, xla.gated_delta])
+def test_zero_centred_output_gain_is_an_offset_from_one(gated_delta, batch_of) -> None:
+    shape, rng = TEST_SHAPES["shared_keys"], np.random.default_rng(24)
+    batch = batch_of([(0, 9)], num_decode=0, num_tokens=16, num_rows=2, seed=0)
+    h, w, pools = normal(rng, 16, shape.hidden), draw_weights(shape, rng), draw_pools(shape, rng)
+    options = geometry(shape) | {"pool_layer": 0, "chunk": 64, "max_q": 16}
+    plain = gated_delta(h, w, *pools, batch, index_rows(batch), **options)[0]
+    w["out_norm"] -= 1
+    centred = gated_delta(h, w, *pools, batch, index_rows(batch), **options | {"norm_zero_centered": True})[0]
+    np.testing.assert_allclose(centred[:9], plain[:9], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_output_norm_follows_the_default_unless_overridden(zero_centered: bool, batch_of) -> None:
+    """In the emitted call and in the float32 interpreter."""
+    shape, rng = TEST_SHAPES["shared_keys"], np.random.default_rng(25)
+    declared = {"kind": "gated_delta", "num_v_heads": 4, "num_qk_heads": 2, "head_dim": 16, "conv_kernel": 4}
+    inherits = block.Fields(**declared)
+    overrides = block.Fields(**declared, out_norm=NormOverride(zero_centered=zero_centered))
+    same, other = (ModelDims(shape.hidden, 8, NormFields(zero_centered=z)) for z in (zero_centered, not zero_centered))
+    batch = batch_of([(0, 9)], num_decode=0, num_tokens=9, num_rows=1, seed=0, slots=np.zeros(1, int))
+    h, w, pools = normal(rng, 9, shape.hidden), draw_weights(shape, rng), draw_pools(shape, rng)
+    options = geometry(shape) | {"pool_layer": 0, "chunk": 64, "max_q": 9, "norm_zero_centered": zero_centered}
+    want = ref.gated_delta(h, w, *pools, batch, index_rows(batch), **options)[0]
+    for fields, dims in ((inherits, same), (overrides, other)):
+        site = Site("gdn", "m", "c", dims, 1, 1, 1, 1, False, False, {"chunk": 64})
+        call = render("gated_delta/call.j2", **emit(fields, site).fields)
+        assert f"    norm_zero_centered={zero_centered},\n" in call
+        np.testing.assert_array_equal(reference.apply(fields, dims, h, w, batch, index_rows(batch)), want)
 
 
 @pytest.mark.parametrize("chunk", [64, 128])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,14 +89,46 @@ def test_few_pages_make_prompts_wait(fake: Fake, next_token: Next) -> None:
     assert [list(c.tokens) for c in done] == [expected(p, 5, next_token) for p in prompts]
 
 
+def watch(program: Program) -> tuple[Any, list[str], list[str]]:
+    """The program, the buckets it ran and those it compiled, in order."""
+    ran, compiled = list[str](), list[str]()
+
+    def watched(name: str) -> SimpleNamespace:
+        def lower(*shapes: Any) -> SimpleNamespace:
+            def compile(*, compiler_options: dict[str, Any]) -> Callable[..., Any]:
+                executable = program.STEPS[name].lower(*shapes).compile(compiler_options=compiler_options)
+                compiled.append(name)
+                return lambda *args: ran.append(name) or executable(*args)
+
+            return SimpleNamespace(compile=compile)
+
+        return SimpleNamespace(lower=lower)
+
+    steps = {name: watched(name) for name in program.STEPS}
+    return SimpleNamespace(**{**vars(program), "STEPS": steps}), ran, compiled
+
+
+def test_every_step_is_compiled_before_the_first_token(fake: Fake) -> None:
+    program, mesh = fake
+    watched, ran, compiled = watch(program)
+    compiled_by_then = list[list[str]]()
+    prompts = prompts_of([9, 2])
+    generate(watched, mesh, {}, prompts, max_tokens=3, on_token=lambda *_: compiled_by_then.append([*compiled]))
+    assert set(ran) == {"decode", "mixed"}
+    assert compiled_by_then[0] == compiled == ["decode", "mixed"]
+
+
+def test_a_step_that_cannot_run_is_not_compiled(fake: Fake) -> None:
+    program, mesh = fake
+    watched, ran, compiled = watch(program)
+    generate(watched, mesh, {}, prompts_of([1, 1, 1]), max_tokens=2)
+    assert compiled == ["decode"]
+    assert set(ran) == {"decode"}
+
+
 def test_the_decode_bucket_runs_as_soon_as_all_rows_decode(fake: Fake) -> None:
     program, mesh = fake
-    calls: list[str] = []
-
-    def counted(name: str):
-        return lambda *args: calls.append(name) or program.STEPS[name](*args)
-
-    watched = SimpleNamespace(**{**vars(program), "STEPS": {name: counted(name) for name in program.STEPS}})
+    watched, calls, _ = watch(program)
     generate(watched, mesh, {}, prompts_of([23, 1]), max_tokens=4)
     if program.NUM_RANKS == 1:  # 23 = 8 + 12 + 3: beside a decode row (budget 9) to a page border, then alone
         assert calls == ["mixed", "mixed", "mixed", "decode", "decode", "decode"]
@@ -124,6 +157,24 @@ def test_minus_one_stands_for_the_last_sampled_token(fake: Fake, next_token: Nex
         tokens.append(int(out["tokens"][-1, 0]))
         row = replace(row, tokens=(LAST_SAMPLED,), start=3 + i, has_state=True)
     assert tokens == expected(prompt, 3, next_token)
+
+
+def test_slots_are_copied_and_cleared_on_every_rank(fake: Fake, next_token: Next) -> None:
+    """A sequence goes on from a copy of its slot; a cleared slot starts from zeros."""
+    program, mesh = fake
+    state = allocate_state(program, mesh, program.NUM_PAGES, program.NUM_SLOTS)
+    row = Row((3, 5, 7), 0, (1, 2), 2, False, GREEDY)
+    packed = pack(program.BUCKETS["mixed"], [[row]] * program.NUM_RANKS)
+    state, _ = program.STEPS["mixed"]({}, state, place(program, mesh, packed))
+    slots = {slot: np.full(program.NUM_RANKS, slot, np.int32) for slot in (2, 3)}
+    state = program.copy_slot(state, slots[2], slots[3])
+    state = program.zero_slot(state, slots[2])
+    assert not np.asarray(state["fake.sum"])[:, 2].any()
+    row = replace(row, tokens=(LAST_SAMPLED,), start=3, slot=3, has_state=True)
+    packed = pack(program.BUCKETS["decode"], [[row]] * program.NUM_RANKS)
+    state, out = program.STEPS["decode"]({}, state, place(program, mesh, packed))
+    wanted = expected([3, 5, 7], 2, next_token)[1]
+    assert np.asarray(out["tokens"])[:, 0].tolist() == [wanted] * program.NUM_RANKS
 
 
 BAD_REQUESTS = {

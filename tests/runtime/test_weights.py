@@ -277,6 +277,38 @@ def test_float8_experts_are_quantised_from_floats(folders: dict[str, Path], mode
         assert np.abs(np.asarray(moe[key], np.float32)).max() == 448  # every block uses the full range
 
 
+def test_conversions_that_lose_bits_are_told(folders: dict[str, Path]) -> None:
+    def notes(wanted: Any, layout: str) -> list[str]:
+        lines: list[str] = []
+        load_weights(wanted, mesh_of("1-device"), folders[layout], on_note=lines.append)
+        return [line.removeprefix(f"loading {folders[layout].name}: ") for line in lines]
+
+    every = [f"stored as {dtype}" for dtype in ("float32", "bfloat16")]
+    experts = "moe.w_gate, moe.w_up, moe.w_down"
+    quantised = "quantised to float8_e4m3fn (one scale per 128 x 128 block)"
+    # Fused and stacked: 2 tensors per layer hold the 3 weights; one by one: 3 per layer and expert.
+    assert notes(program("bfloat16", "float8_e4m3fn"), "stacked") == [
+        f"{quantised}: {2 * L} tensors {every[1]} ({experts})"
+    ]
+    assert notes(program("bfloat16", "float8_e4m3fn"), "single") == [
+        f"rounded to bfloat16: 11 tensors {every[0]} (embed.table, final_norm, head.w, layer0.w_q and 5 more)",
+        f"{quantised}: {3 * L * E} tensors {every[0]} ({experts})",
+    ]
+    # Values times scales are float32, whatever they are stored as.
+    assert notes(program("bfloat16", "bfloat16"), "quantised") == [
+        f"rounded to bfloat16: {2 + 3 * L * E} tensors stored as float8_e4m3fn "
+        "(layer0.w_q, layer0.w_k, moe.w_gate, moe.w_up and 1 more)"
+    ]
+    assert notes(program(expert_dtype="float8_e4m3fn"), "quantised") == []
+    assert [notes(program(), layout) for layout in LAYOUTS] == [[], [], []]
+
+
+def test_conversions_go_to_stderr_unless_taken(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    load_weights(program(expert_dtype="float8_e4m3fn"), mesh_of("1-device"), folders["stacked"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"loading {folders['stacked'].name}: quantised to float8_e4m3fn")
+
+
 def test_a_cut_through_scale_blocks_is_refused(tmp_path: Path, model: Tree, write_checkpoint: Write) -> None:
     """Stacked float8 experts whose gate and up halves meet inside a 128-row block."""
     (bf16, more) = stacked(model)

@@ -7,7 +7,7 @@ import pytest
 
 from moec.compiler.cli import COMMANDS, main
 from moec.compiler.commands.common import split_words
-from moec.compiler.commands.programs import DEFAULT_CONTEXT, DEFAULT_WORKLOAD, context_override
+from moec.compiler.commands.programs import DEFAULT_CONTEXT, DEFAULT_WORKLOAD, context_override, find_program
 from moec.compiler.plan.plan import Plan
 from moec.compiler.spec.load import load
 
@@ -91,7 +91,17 @@ def test_json_is_one_document_also_for_problems(capsys: pytest.CaptureFixture[st
 
 
 def test_options_and_overrides_alternate(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("plan", "plan.page_size=32", "--json", TINY, "--target", "cpu", "workload.concurrency=2")
+    words = (
+        "plan",
+        "plan.page_size=32",
+        "--json",
+        TINY,
+        "--target",
+        "cpu",
+        "--workload",
+        "default",
+        "workload.concurrency=2",
+    )
     code, out, _ = run(capsys, *words)
     assert code == 0
     plan = Plan.model_validate_json(out)
@@ -107,9 +117,42 @@ def test_the_default_workload_grows_to_the_prompts() -> None:
     workload = load(TINY, workload=DEFAULT_WORKLOAD).workload
     assert workload is not None
     assert workload.max_context == DEFAULT_CONTEXT
-    assert context_override((), DEFAULT_CONTEXT) == ()
-    assert context_override((), DEFAULT_CONTEXT + 1) == (f"workload.max_context={2 * DEFAULT_CONTEXT}",)
-    assert context_override(("workload.max_context=4096",), 300) == ()
+    most = load(TINY).model.max_context
+    assert most > 2 * DEFAULT_CONTEXT
+    assert context_override((), DEFAULT_CONTEXT, most) == ()
+    assert context_override((), DEFAULT_CONTEXT + 1, most) == (f"workload.max_context={2 * DEFAULT_CONTEXT}",)
+    assert context_override((), most + 1, most) == (f"workload.max_context={most}",)
+    assert context_override(("workload.max_context=4096",), 300, most) == ()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ('PLAN_DIGEST = "', 'PLAN_DIGEST = "0', "PLAN_DIGEST is 0"),
+        ("max_q=1,", "max_q=2,", "BUCKETS is {'decode': {"),
+        (
+            "MESH_AXES = {",
+            'MESH_AXES = {"other": 2, ',
+            "MESH_AXES is {'other': 2, 'data': 1}, plan.json gives {'data': 1}",
+        ),
+        ('ACTIVATION = "float32"', 'ACTIVATION = "float16"', "ACTIVATION is float16, plan.json gives float32"),
+        ("MOE_BLOCK_ROWS = ", "MOE_ROWS = ", "MOE_BLOCK_ROWS is not defined, plan.json gives {'decode': "),
+    ],
+)
+def test_a_program_that_is_not_its_plans_is_refused(
+    right: str, wrong: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "program"
+    assert run(capsys, "compile", TINY, "--target", "cpu", "-o", str(folder))[0] == 0
+    assert find_program([str(folder)], None, None).folder == folder
+    model = folder / "model.py"
+    text = model.read_text()
+    assert right in text
+    model.write_text(text.replace(right, wrong, 1))
+    code, _, err = run(capsys, "verify", str(folder), "--numerics")
+    assert code == 2
+    assert "model.py is not the program of its plan.json" in err
+    assert said in err
 
 
 def test_compile_writes_where_it_says_and_finds_drift(

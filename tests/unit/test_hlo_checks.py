@@ -142,10 +142,13 @@ def statuses(memory: Memory, of: Plan) -> dict[str, str]:
 def test_memory_within_two_percent() -> None:
     memory = use(82.72 * GIB, 0.23 * GIB)
     assert set(statuses(memory, memory_plan(82.7 * GIB, 0.5 * GIB)).values()) == {"pass"}
-    # The arguments agree, the temporaries do not.
+    # The arguments agree, the temporaries do not: 1 GiB is within the bound of the total, but not of its own.
+    off = statuses(memory, memory_plan(82.7 * GIB, 1.23 * GIB))
+    assert (off["arguments"], off["temporaries"], off["total memory"]) == ("pass", "fail", "pass")
     assert statuses(memory, memory_plan(82.7 * GIB, 3 * GIB))["total memory"] == "fail"
     assert statuses(memory, memory_plan(80 * GIB, 3 * GIB)) == {
         "arguments": "fail",
+        "temporaries": "fail",
         "total memory": "pass",
         "fits": "pass",
     }
@@ -157,7 +160,7 @@ def test_reserve_counts() -> None:
 
 def test_small_programs_are_not_judged() -> None:
     small = statuses(use(0.1 * GIB, 0.1 * GIB), memory_plan(1, 1))
-    assert small == {"arguments": "skipped", "total memory": "skipped", "fits": "pass"}
+    assert small == {"arguments": "skipped", "temporaries": "skipped", "total memory": "skipped", "fits": "pass"}
 
 
 def test_lost_donation_names_the_array() -> None:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from moec.compiler.plan.choose import Judged, ask, eliminate, judge, make_plan
-from moec.compiler.plan.cost import BAND_PCT
+from moec.blocks.core.batch import Bucket
+from moec.compiler.plan.choose import TIE_PCT, Judged, ask, eliminate, judge, make_plan
 from moec.compiler.plan.dtypes import check_dtypes
 from moec.compiler.plan.evaluate import Priced, Question, evaluate
 from moec.compiler.plan.memory import BAND_PCT as MEMORY_BAND_PCT
@@ -22,7 +22,8 @@ from moec.compiler.plan.space import enumerate_options
 from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.compiler.spec.schema import Request
-from moec.targets.target import Value
+from moec.runtime.schedule import limits_of
+from moec.targets.target import Value, load_target
 
 BIG = "qwen3.5-397b-a17b"
 
@@ -48,16 +49,25 @@ def test_data_parallel_attention_with_expert_parallelism_at_512_sequences(worklo
     assert chosen(plan) == ("DP8", "EP8")
     assert plan.mesh.axes == (("data", 8),)
     rivals = [c for c in plan.candidates if c.attention == "DP4xTP2" and c.experts == "EP8"]
-    assert rivals and {c.verdict for c in rivals} <= {"TIE", "DOMINATED"}
-    assert all("collectives per layer: 7 against 3" in c.why for c in rivals if c.verdict == "TIE")
+    assert len(rivals) == 8 and {c.verdict for c in rivals} <= {"TIE", "DOMINATED"}
+    for c in rivals:
+        tie = "collectives per layer: 7 against 3" in c.why
+        slower = c.numbers["behind_pct"] > TIE_PCT and "ms per output token" in c.why
+        assert tie if c.verdict == "TIE" else slower
+
+
+# One sequence of 9216 tokens on one of 8 tensor-parallel devices: in 15 layers a whole key and value head of 256,
+# in 45 an eighth of 64 states of 128 x 128 and of 3 x 12288 convolution inputs; two bytes each.
+SEQUENCE_BYTES = 2 * (15 * 9216 * 2 * 256 + 45 * (64 * 128 * 128 + 3 * 12288) // 8)
 
 
 def test_tensor_parallelism_is_capped_by_hbm_with_a_bfloat16_cache(plan: Plan) -> None:
     full = [c for c in plan.candidates if c.attention == "TP8"]
-    assert full and {c.verdict for c in full} == {"HBM"}
-    caps = [c.numbers["max_concurrency"] for c in full]
-    assert max(caps) == pytest.approx(325, rel=0.03)
+    assert len(full) == 32 and {c.verdict for c in full} == {"HBM"}
     for c in full:
+        room = (c.numbers["available_gib"] - c.numbers["weights_gib"]) * 2**30
+        assert c.numbers["max_concurrency"] == pytest.approx(room / SEQUENCE_BYTES, rel=0.03)
+        assert c.numbers["max_concurrency"] < 512
         assert c.numbers["needed_gib"] > c.numbers["available_gib"]
         assert f"at most {c.numbers['max_concurrency']:.0f} sequences" in c.why
 
@@ -65,8 +75,10 @@ def test_tensor_parallelism_is_capped_by_hbm_with_a_bfloat16_cache(plan: Plan) -
 def test_tensor_parallelism_with_a_float8_cache_is_refused_as_computed() -> None:
     plan = make_plan(request("plan.dtypes.kv=float8_e4m3fn"))
     full = [c for c in plan.candidates if c.attention == "TP8"]
-    assert {c.verdict for c in full} <= {"HBM", "DOMINATED"}
-    assert all("behind_pct" in c.numbers or "needed_gib" in c.numbers for c in full)
+    assert len(full) == 32 and {c.verdict for c in full} <= {"HBM", "DOMINATED"}
+    for c in full:
+        behind, needed = c.numbers.get("behind_pct", 0), c.numbers.get("needed_gib", 0)
+        assert needed > c.numbers["available_gib"] if c.verdict == "HBM" else behind > TIE_PCT
 
 
 @pytest.mark.parametrize("workload", ["chat_1k1k_c4", "chat_1k1k_c8", "chat_8k1k_c4", "chat_8k1k_c8"])
@@ -97,7 +109,7 @@ def test_every_candidate_has_one_verdict_with_numbers(model: str, target: str, w
     asked = request(model=model, target=target, workload=workload)
     plan = make_plan(asked)
     assert asked.target is not None
-    enumerated = len(list(enumerate_options(asked.graph, asked.target.num_devices, ("x",))))
+    enumerated = len(list(enumerate_options(asked.graph, asked.target.num_devices)))
     verdicts = Counter(c.verdict for c in plan.candidates)
     assert verdicts["CHOSEN"] == 1
     assert sum(verdicts.values()) - verdicts["CHOSEN"] + 1 == enumerated
@@ -107,7 +119,7 @@ def test_every_candidate_has_one_verdict_with_numbers(model: str, target: str, w
 def brute_force(allowed: list[Priced]) -> Priced:
     """The stated order, written down a second time: no rule objects, no elimination."""
     fastest = min(p.token_seconds for p in allowed)
-    tied = [p for p in allowed if p.token_seconds <= fastest * (1 + BAND_PCT / 100)]
+    tied = [p for p in allowed if p.token_seconds <= fastest * (1 + TIE_PCT / 100)]
     fewest = min(p.collectives_per_layer for p in tied)
     tied = [p for p in tied if abs(p.collectives_per_layer - fewest) < 1e-6]
     least = min(p.hbm_bytes for p in tied)
@@ -178,14 +190,14 @@ def test_verdicts_do_not_depend_on_other_candidates_prices() -> None:
         assert numbers.items() <= one.numbers.items()
 
 
-def test_ties_need_a_difference_inside_the_band() -> None:
+def test_ties_need_a_difference_inside_the_threshold() -> None:
     question = ask(request())
     allowed = [one.result for one in judge(question) if isinstance(one.result, Priced)]
     verdicts = eliminate(allowed)
     fastest = min(one.token_seconds for one in allowed)
     for one in allowed:
         verdict, _ = verdicts[one.option]
-        inside = one.token_seconds <= fastest * (1 + BAND_PCT / 100)
+        inside = one.token_seconds <= fastest * (1 + TIE_PCT / 100)
         assert inside == (verdict in ("CHOSEN", "TIE"))
 
 
@@ -198,14 +210,15 @@ def test_pins_exclude_and_say_so() -> None:
     assert any(c.attention == "DP8" and "plan.attention.dp=4" in c.why for c in excluded)
 
 
-def test_an_infeasible_pin_names_the_constraint_and_its_numbers() -> None:
+def test_an_infeasible_pin_names_the_constraint_and_its_numbers(plan: Plan) -> None:
     with pytest.raises(ProblemsError) as caught:
         make_plan(request("plan.attention.tp=8"))
     problem = caught.value.problems[0]
     assert problem.path == "plan.attention.tp"
     assert problem.text.startswith("HBM: TP8 with EP")
     cap = re.search(r"needs 1\d\d\.\d of 94\.24 GiB per device; at most (\d+) sequences", problem.text)
-    assert cap and int(cap.group(1)) == pytest.approx(325, rel=0.03)
+    assert cap
+    assert int(cap.group(1)) == max(c.numbers["max_concurrency"] for c in plan.candidates if c.attention == "TP8")
     assert problem.hint == "without the pins DP8 with EP8 would run"
 
 
@@ -225,6 +238,50 @@ def test_a_pinned_step_without_room_for_prefill_is_unsupported() -> None:
     with pytest.raises(ProblemsError) as caught:
         make_plan(request("plan.max_batched_tokens=32"))
     assert any("UNSUPPORTED" in one.text and "32 batched tokens" in one.text for one in caught.value.problems)
+
+
+def test_a_pinned_step_that_holds_no_page_is_unsupported() -> None:
+    """The runtime cuts prefill at page borders, and every other row of a rank may decode."""
+    with pytest.raises(ProblemsError) as caught:
+        make_plan(request("plan.max_batched_tokens=256", "plan.page_size=256"))
+    problem = caught.value.problems[0]
+    assert problem.path == "plan.page_size, plan.max_batched_tokens"
+    assert "UNSUPPORTED: DP8 with EP8" in problem.text
+    assert "256 batched tokens hold no page of 256 tokens beside 63 decode rows, 319 would" in problem.text
+    plan = make_plan(request("plan.max_batched_tokens=319", "plan.page_size=256"))
+    assert plan.buckets[1].tokens_per_rank == 319
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "workload", "pins", "page", "tokens"),
+    [
+        (BIG, "tpu7x-8", "default", ("plan.attention.dp=8",), 128, 128),  # one row per rank, contexts of 128 tokens
+        (BIG, "tpu7x-8", "default", ("plan.attention.dp=8", "workload.osl=36"), 128, 128),
+        (BIG, "tpu7x-8", "decode_512x9216", ("plan.max_batched_tokens=256",), 128, 256),
+        ("tiny/qwen3_5_moe", "cpu", "default", (), 16, 128),
+        ("tiny/qwen3_5_moe", "cpu", "default", ("plan.page_size=512",), 512, 519),
+        ("tiny/qwen3_5_moe", "cpu", "default", ("plan.max_seqs=1", "plan.max_batched_tokens=2"), 2, 2),
+    ],
+)
+def test_a_mixed_step_holds_a_page_beside_the_decode_rows(
+    model: str, target: str, workload: str, pins: tuple[str, ...], page: int, tokens: int
+) -> None:
+    plan = make_plan(request(*pins, model=model, target=target, workload=workload))
+    mixed = plan.buckets[1]
+    assert (plan.page_size, mixed.tokens_per_rank) == (page, tokens)
+    limits = limits_of({b.name: Bucket(**b.model_dump(exclude={"name"})) for b in plan.buckets}, plan.page_size)
+    assert limits.tokens - (limits.rows - 1) >= limits.page_size
+    said = any(f"Pages hold {page} tokens" in note for note in plan.notes)
+    usual = load_target(target).serving.page_size
+    assert said == (page != usual and "plan.page_size=512" not in pins)
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(256, 64), (64, 64), (48, 16), (24, 8), (16, 16), (7, 1)])
+def test_chunks_divide_pages(page: int, chunk: int) -> None:
+    """Else a cached prefix, which ends at a page border, would be cut into other chunks than the whole prompt."""
+    plan = make_plan(request(f"plan.page_size={page}", model="tiny/qwen3_5_moe", target="cpu", workload="tiny"))
+    assert plan.page_size == page
+    assert plan.tuning["gdn.chunk"] == chunk
 
 
 def test_pinned_sizes_reach_the_buckets() -> None:
@@ -278,7 +335,8 @@ def test_one_device_exchanges_nothing() -> None:
 
 def test_tuning_follows_the_expected_tokens_per_expert(plan: Plan) -> None:
     # 512 and 8192 tokens, top 10 of 512: 10 and 160 tokens per expert, and two deviations.
-    assert plan.tuning == {"gdn.chunk": 64, "moe.block_rows.decode": 32, "moe.block_rows.mixed": 256}
+    tiles = {"gdn.chunk": 64, "gqa.q_block": 128, "gqa.kv_block": 512}
+    assert plan.tuning == tiles | {"moe.block_rows.decode": 32, "moe.block_rows.mixed": 256}
 
 
 def test_default_dtypes() -> None:
@@ -304,6 +362,32 @@ def test_float8_needs_scales() -> None:
         make_plan(request("plan.dtypes.expert=float8_e4m3fn", model="mixtral-8x7b", workload="chat_1k1k_c64"))
     with pytest.raises(ProblemsError, match="only expert stacks"):
         make_plan(request("plan.dtypes.weight=float8_e4m3fn"))
+
+
+def test_scales_of_another_block_size_are_refused_where_they_are_kept() -> None:
+    odd = "model.checkpoint.scales.block=[64,64]"
+    with pytest.raises(ProblemsError) as caught:
+        make_plan(request(odd))
+    (problem,) = caught.value.problems
+    assert problem.path == "model.checkpoint.scales.block"
+    assert "128 x 128 values, the checkpoint table says 64 x 64" in problem.text
+    assert problem.hint == "plan.dtypes.expert=bfloat16 dequantises them when they are loaded"
+    small = make_plan(request(odd, model="tiny/qwen3_5_moe_fp8_cut", target="cpu", workload="tiny"))
+    assert small.dtypes.expert == "float32"
+
+
+def test_a_narrow_recurrent_state_is_named_and_priced(plan: Plan) -> None:
+    def said(plan: Plan) -> list[str]:
+        return [note for note in plan.notes if note.startswith("Recurrent state")]
+
+    (note,) = said(plan)
+    assert "stored in bfloat16 (state as https://" in note and "name float32 (mamba_ssm_dtype)" in note
+    # 65 slots, 45 layers, 64 matrices of 128 x 128: two bytes more per value.
+    assert f"takes {65 * 45 * 64 * 128 * 128 * 2 / 2**30:.2f} GiB more per device" in note
+    (pinned,) = said(make_plan(request("plan.dtypes.state=bfloat16")))
+    assert "stored in bfloat16 (pinned)" in pinned
+    assert not said(make_plan(request("plan.dtypes.state=float32")))
+    assert not said(make_plan(request(model="qwen3-30b-a3b", workload="chat_1k1k_c64")))
 
 
 def test_a_plan_needs_a_target_and_a_workload() -> None:

@@ -1,6 +1,7 @@
 """What people read of a plan."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,7 @@ from moec.compiler.plan.choose import make_plan
 from moec.compiler.plan.plan import Plan
 from moec.compiler.plan.report import plan_markdown, render_plan, sections
 from moec.compiler.spec.load import load
+from moec.targets.target import load_target
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +50,34 @@ def test_predictions_carry_band_and_provenance(plan: Plan) -> None:
     assert len(section.rows) == len(plan.estimates) > 8
     for (_, value, band, origin), estimate in zip(section.rows, plan.estimates.values(), strict=True):
         assert value and origin == estimate.provenance
-        assert band == ("exact" if estimate.band_pct == 0 else f"±{estimate.band_pct:g} %")
-    assert {e.band_pct for e in plan.estimates.values()} <= {0.0, 2.0, 15.0}
+        assert estimate.band_from
+        assert band == (estimate.band_from if estimate.band_pct == 0 else f"±{estimate.band_pct:g} %")
+    definite = {name: e.band_from for name, e in plan.estimates.items() if e.band_pct == 0}
+    assert definite == {"decode_floor": "lower bound", "mixed_steps_per_token": "definition"}
+
+
+def test_bands_are_those_of_the_target(plan: Plan) -> None:
+    bands = load_target("tpu7x-8").bands
+    assert plan.estimates["tpot"].band_pct == bands.step_time_pct.value
+    assert plan.estimates["tpot"].band_from == f"benchmark: {bands.step_time_pct.source}"
+    needed, left, most = (plan.estimates[name] for name in ("hbm_needed", "hbm_headroom", "max_sequences"))
+    assert needed.band_pct == bands.memory_pct.value
+    # The same bytes are a larger share of what is left.
+    assert left.band_pct * left.value == pytest.approx(needed.band_pct * needed.value, rel=0.05)
+    assert needed.band_pct < most.band_pct < left.band_pct
+    text = plan_markdown(plan)
+    assert f"Times may be off by {bands.step_time_pct.value:g} % (benchmark: " in text
+    assert "no emitted program was ever timed" in text
+
+
+def test_a_cpu_plan_says_that_its_numbers_are_assumptions() -> None:
+    small = make_plan(load("tiny/qwen3_5_moe", target="cpu", workload="tiny"))
+    text = plan_markdown(small)
+    assert "published" not in text and "exact" not in text
+    assert "| assumed | bytes streamed once at 10 GB/s (assumption) |" in text
+    assert "in 8 GiB (assumption)" in text
+    assert re.search(r"Numbers of targets/cpu: \d\d assumption", text)
+    assert all(e.band_from.startswith("assumption: ") for e in small.estimates.values() if e.band_pct)
 
 
 @pytest.mark.parametrize("key", ["decode_step", "mixed_step"])

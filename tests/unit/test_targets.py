@@ -1,15 +1,21 @@
 """Target data: every number has an origin, names resolve, and fits and curves follow the published points."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from moec.compiler.plan.cost import Machine, fit_alpha_beta, interpolate
+from moec.compiler.plan.choose import make_plan
+from moec.compiler.plan.cost import Machine, interpolate
+from moec.compiler.plan.plan import Plan
+from moec.compiler.spec.load import load
 from moec.targets.target import (
     Curve,
     Target,
-    Value,
     load_target,
+    origins,
     parse_name,
     read_topologies,
     target_names,
@@ -24,21 +30,13 @@ def ironwood() -> Target:
     return load_target("tpu7x:2x2x1")
 
 
-def _origins(node: object) -> list[Value | Curve]:
-    """Every number with an origin below a pydantic value."""
-    found = [node] if isinstance(node, Value | Curve) else []
-    fields = type(node).model_fields if hasattr(type(node), "model_fields") else {}
-    children = [getattr(node, name) for name in fields] + (list(node.values()) if isinstance(node, dict) else [])
-    return found + [one for child in children for one in _origins(child)]
-
-
 @pytest.mark.parametrize("name", target_names())
 def test_every_number_says_where_it_comes_from(name: str) -> None:
     target = load_target(name)
-    origins = _origins(target)
-    assert len(origins) > 12
-    assert all(len(one.source) >= 3 for one in origins)
-    assert all(one.kind in ("assumption", "inferred") for one in origins) or target.platform == "tpu"
+    found = origins(target)
+    assert len(found) > 12
+    assert all(len(one.source) >= 3 for one in found)
+    assert all(one.kind in ("assumption", "inferred") for one in found) or target.platform == "tpu"
     assert target.usable_bytes > target.reserve_bytes > 0
     assert target.name == name
 
@@ -108,6 +106,22 @@ def test_ironwood_facts(ironwood: Target) -> None:
     assert any("geometry" in text for text in ironwood.conflicts)
 
 
+def fit_alpha_beta(points: Curve) -> tuple[float, float, tuple[float, ...]]:
+    """(alpha seconds, GB/s, relative residuals) of t = alpha + bytes / beta through (GB, GB/s) points.
+
+    Least squares weighted by 1 / t^2, so that every point counts by its relative error.
+    """
+    rows = [(gb, gb / gbps) for gb, gbps in points.points]  # GB, seconds
+    weights = [1 / t**2 for _, t in rows]
+    sw = sum(weights)
+    mx = sum(w * gb for w, (gb, _) in zip(weights, rows, strict=True)) / sw
+    mt = sum(w * t for w, (_, t) in zip(weights, rows, strict=True)) / sw
+    sxx = sum(w * (gb - mx) ** 2 for w, (gb, _) in zip(weights, rows, strict=True))
+    slope = sum(w * (gb - mx) * (t - mt) for w, (gb, t) in zip(weights, rows, strict=True)) / sxx
+    alpha = mt - slope * mx
+    return alpha, 1 / slope, tuple((alpha + slope * gb) / t - 1 for gb, t in rows)
+
+
 def test_collective_fit_reproduces_the_published_points(ironwood: Target) -> None:
     ici = ironwood.ici
     assert ici.fit_points is not None and len(ici.fit_points.points) == 5
@@ -152,3 +166,59 @@ def test_a_bare_number_is_an_override() -> None:
 def test_curves_must_rise() -> None:
     with pytest.raises(ValueError, match="x must rise"):
         Curve(points=((2, 1), (1, 2)), kind="assumption", source="test")
+
+
+@pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v6e:2x2", "v5p:2x2x1"])
+def test_least_rows_are_those_jax_tiles_by(name: str) -> None:
+    from jax import numpy as jnp
+    from jax._src.pallas.mosaic.tpu_info import ChipVersion, get_tpu_info_for_chip
+
+    target = load_target(name)
+    version = {"tpu7x": ChipVersion.TPU_7X, "v6e": ChipVersion.TPU_V6E, "v5p": ChipVersion.TPU_V5P}[target.chip]
+    info = get_tpu_info_for_chip(version, 1)
+    assert target.rows.least
+    for dtype in target.rows.least:
+        assert target.row_tile(dtype) == info.get_sublane_tiling(jnp.dtype(dtype)), dtype
+    assert target.rows.full.value == info.mxu_column_size
+
+
+def test_rows_are_known_for_every_matrix_dtype(ironwood: Target) -> None:
+    rows = ironwood.rows.model_copy(update={"least": {}})
+    with pytest.raises(ValueError, match=r"rows\.least lacks bfloat16"):
+        with_overrides(ironwood, [("rows", rows)])
+
+
+@pytest.fixture(scope="module")
+def published(root: Path) -> list[tuple[int, float, Plan]]:
+    """(concurrency, milliseconds per output token, our plan of it) of every published point."""
+    evidence = json.loads((root / "targets/tpu7x/evidence/published_step_times.json").read_text())
+
+    def plan(workload: str, dp: int) -> Plan:
+        pins = (*evidence["overrides"], f"plan.attention.dp={dp}")
+        return make_plan(load(evidence["model"], target=evidence["target"], workload=workload, overrides=pins))
+
+    return [(concurrency, ms, plan(workload, dp)) for workload, concurrency, dp, ms in evidence["rows"]]
+
+
+def test_the_band_of_step_times_holds_the_published_ones(
+    ironwood: Target, published: list[tuple[int, float, Plan]]
+) -> None:
+    more = [plan.estimates["tpot"].value / ms - 1 for _, ms, plan in published]
+    assert len(more) == 10
+    band = ironwood.bands.step_time_pct
+    assert max(map(abs, more)) * 100 < band.value
+    assert f"by {min(more) * 100:.0f} to {max(more) * 100:.0f} %, {mean(more) * 100:.0f} % on average" in band.source
+
+
+def test_the_fixed_cost_per_layer_is_the_residue_of_published_step_times(
+    ironwood: Target, published: list[tuple[int, float, Plan]]
+) -> None:
+    def residue(ms: float, plan: Plan) -> float:
+        """Microseconds per layer that neither bytes nor collectives explain."""
+        exchanged = sum(t.layers * t.us for t in plan.breakdown if t.bucket == "decode" and t.binding in ("ICI", "D2D"))
+        return (ms * 1e3 - plan.estimates["decode_floor"].value * 1e3 - exchanged) / 60
+
+    found = [residue(ms, plan) for concurrency, ms, plan in published if concurrency <= 16]
+    assert len(found) == 6
+    assert f"is {min(found):.0f}-{max(found):.0f} us, mean {mean(found):.0f}" in ironwood.layer_overhead_us.source
+    assert ironwood.layer_overhead_us.value == round(mean(found), -1)

@@ -22,12 +22,14 @@ NAME = "toy"
 PLAN_DIGEST = "toy"
 MESH_AXES = {"data": 8}
 RULES = {"rank": ("data",), "experts": ("data",), "vocab": ("data",)}
-RANK_AXES = ("data",)
 NUM_RANKS = 8
 PAGE_SIZE = 16
 BUCKETS = {"decode": Bucket(16, 16, 1, 4), "tiny": Bucket(2, 2, 1, 4)}
 COMPILE_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
-POOLS = {"kv": {"tokens_per_page": PAGE_SIZE, "bytes_per_page": 2 * LAYERS * PAGE_SIZE * HIDDEN}, "slots": {}}
+POOLS = {
+    "gqa.kv": {"tokens_per_page": PAGE_SIZE, "bytes_per_page": 2 * LAYERS * PAGE_SIZE * HIDDEN, "window": None},
+    "sampled": {"bytes_per_slot": 4},
+}
 MAX_CONTEXT = 4 * PAGE_SIZE
 NUM_PAGES, NUM_SLOTS = 64, 17
 
@@ -36,11 +38,11 @@ def mesh(devices):
     return make_mesh(devices, MESH_AXES)
 
 
-def state(num_pages, num_slots):
-    kv = (NUM_RANKS, LAYERS * num_pages, PAGE_SIZE, HIDDEN)
+def state(pages, slots):
+    kv = (NUM_RANKS, LAYERS * pages["gqa.kv"], PAGE_SIZE, HIDDEN)
     return {
-        "kv": ArrayInfo(kv, "bfloat16", ("rank", None, None, None)),
-        "sampled": ArrayInfo((NUM_RANKS, num_slots), "int32", ("rank", None)),
+        "gqa.kv": ArrayInfo(kv, "bfloat16", ("rank", None, None, None)),
+        "sampled": ArrayInfo((NUM_RANKS, slots["sampled"]), "int32", ("rank", None)),
     }
 
 
@@ -69,7 +71,7 @@ def moe(x_TD, w, layer):
 
 def step(weights, state, batch):
     """One decode step: embed, scan over layers, write the new rows, pick a token."""
-    batch, pool = local(batch), local(state["kv"])
+    batch, pool = local(batch), local(state["gqa.kv"])
     num_pages = pool.shape[0] // LAYERS
     x_TD = weights["embed"][batch.tokens]
 
@@ -88,12 +90,12 @@ def step(weights, state, batch):
         logits = lax.all_gather(jnp.dot(x_TD, weights["head"]), "data", axis=1, tiled=True)
         tokens = jnp.argmax(logits.astype(jnp.float32), axis=1).astype(jnp.int32)
     sampled = local(state["sampled"]).at[batch.slot].set(tokens)
-    return {"kv": ranked(pool), "sampled": ranked(sampled)}, {"tokens": ranked(tokens)}
+    return {"gqa.kv": ranked(pool), "sampled": ranked(sampled)}, {"tokens": ranked(tokens)}
 
 
 def _build(bucket):
-    state_specs = partition_specs(state(1, 1), RULES)
-    rank = jax.sharding.PartitionSpec(RANK_AXES)
+    state_specs = partition_specs(state({"gqa.kv": 1}, {"sampled": 1}), RULES)
+    rank = jax.sharding.PartitionSpec(RULES["rank"])
     return jit_step(
         step,
         mesh_axes=MESH_AXES,
@@ -105,4 +107,6 @@ def _build(bucket):
 
 
 STEPS = {"decode": _build("decode"), "tiny": _build("tiny")}
-STEPS_LOGITS = STEPS_TAPPED = {}  # this program is only compiled
+# This program is only compiled.
+STEPS_LOGITS = STEPS_TAPPED = {}
+copy_slot = zero_slot = None

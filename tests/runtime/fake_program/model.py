@@ -29,7 +29,11 @@ BUCKETS = {
     "decode": Bucket(tokens_per_rank=3, seqs_per_rank=3, max_q=1, pages_per_seq=8),
     "mixed": Bucket(tokens_per_rank=10, seqs_per_rank=3, max_q=10, pages_per_seq=8),
 }
-POOLS = {"kv": {"tokens_per_page": PAGE_SIZE, "bytes_per_page": 4 * PAGE_SIZE}, "slots": {"bytes_per_slot": 4}}
+POOLS = {
+    "fake.kv": {"tokens_per_page": PAGE_SIZE, "bytes_per_page": 4 * PAGE_SIZE, "window": None},
+    "fake.sum": {"bytes_per_slot": 4},
+    "sampled": {"bytes_per_slot": 4},
+}
 COMPILE_OPTIONS = {}
 
 
@@ -37,11 +41,11 @@ def mesh(devices):
     return make_mesh(devices, MESH_AXES)
 
 
-def state(num_pages, num_slots):
+def state(pages, slots):
     return {
-        "fake.kv": ArrayInfo((NUM_RANKS, num_pages, PAGE_SIZE), "int32", ("rank", None, None)),
-        "fake.sum": ArrayInfo((NUM_RANKS, num_slots), "int32", ("rank", None)),
-        "sampled": ArrayInfo((NUM_RANKS, num_slots), "int32", ("rank", None)),
+        "fake.kv": ArrayInfo((NUM_RANKS, pages["fake.kv"], PAGE_SIZE), "int32", ("rank", None, None)),
+        "fake.sum": ArrayInfo((NUM_RANKS, slots["fake.sum"]), "int32", ("rank", None)),
+        "sampled": ArrayInfo((NUM_RANKS, slots["sampled"]), "int32", ("rank", None)),
     }
 
 
@@ -99,3 +103,15 @@ def jit_steps(function, out_axes, donate):
 STEPS = jit_steps(step, 0, donate=1)
 STEPS_LOGITS = jit_steps(step_logits, 0, donate=1)
 STEPS_TAPPED = jit_steps(step_tapped, (0, 0, 1), donate=())
+
+
+def moved(state, source, target):
+    return state | {key: state[key].at[target].set(state[key][source]) for key in ("fake.sum", "sampled")}
+
+
+def zeroed(state, slot):
+    return state | {key: state[key].at[slot].set(0) for key in ("fake.sum", "sampled")}
+
+
+copy_slot = jax.jit(jax.vmap(moved), donate_argnums=0)
+zero_slot = jax.jit(jax.vmap(zeroed), donate_argnums=0)

@@ -1,10 +1,10 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec 6513ea3c0020bc84, target 62a550153d1fc214, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan e86f5feb9b82d458
+# Digests: spec 6513ea3c0020bc84, target 4b5c2107c766fdad, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan 86c0030bedf33ced
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
 Suffixes: T tokens of this rank, A tokens of all ranks, S rows (sequences), D hidden, K experts per token,
-C cached values per token, V vocabulary.
+C cached values per token, V vocabulary, L layers.
 """
 
 from functools import partial
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moec.blocks.attention.xla import attention, write_kv
+from moec.blocks.attention.xla import attention
 from moec.blocks.collectives.xla import gather_routing, gather_tokens, reduce_scatter_tokens
 from moec.blocks.core.array_info import ArrayInfo
 from moec.blocks.core.batch import Bucket, index_rows, local, ranked, stack_layers
 from moec.blocks.core.norm import rms_norm
-from moec.blocks.core.program import batch_info, jit_step, make_mesh, partition_specs
+from moec.blocks.core.paged import write_kv
+from moec.blocks.core.program import batch_info, jit_slots, jit_step, make_mesh, partition_specs
+from moec.blocks.core.slots import copy_slots, zero_slots
 from moec.blocks.embed.xla import lookup_sharded
 from moec.blocks.gated_delta.xla import gated_delta
 from moec.blocks.head.xla import logits_sharded
@@ -31,16 +33,14 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "e86f5feb9b82d458"  # sha256 of plan.json
+PLAN_DIGEST = "86c0030bedf33ced"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
 TENSOR = ()  # attention tensor parallel: heads are cut
 EXPERT = ("data",)  # expert parallel: each device has its own experts
 NUM_RANKS = 8  # attention data-parallel ranks
-HIDDEN = 4096  # width of the residual stream
 VOCAB = 248320  # token ids
-NUM_LAYERS = 60  # 15 x [gdn_moe, gdn_moe, gdn_moe, gqa_moe]
 ACTIVATION = "bfloat16"  # dtype of the residual stream
 MATMUL_PRECISION = "default"  # of matrix products while tracing
 PAGE_SIZE = 256  # tokens per KV page
@@ -63,16 +63,20 @@ GQA_Q_HEADS = 32  # query heads, not cut
 GQA_KV_HEADS = 2  # key/value heads, not cut
 GQA_HEAD_DIM = 256  # dims per head
 GQA_ROPE_DIM = 64  # rotated dims of each head
+GQA_Q_BLOCK = 128  # tokens of a row per prefill work item, at most
+GQA_KV_BLOCK = 512  # cached keys such an item reads at once
 
-BUCKETS = {
+BUCKETS = {  # static step shapes; max_q 1 = decode only
     "decode": Bucket(tokens_per_rank=64, seqs_per_rank=64, max_q=1, pages_per_seq=36),
     "mixed": Bucket(tokens_per_rank=1024, seqs_per_rank=64, max_q=1024, pages_per_seq=36),
 }
-POOLS = {
-    "kv": {"tokens_per_page": PAGE_SIZE, "bytes_per_page": 7864320},  # bytes per rank, all layers
-    "slots": {"bytes_per_slot": 97689600},
+POOLS = {  # state key -> what one page or slot takes: bytes per rank, all layers
+    "gdn.conv": {"bytes_per_slot": 3317760},
+    "gdn.state": {"bytes_per_slot": 94371840},
+    "gqa.kv": {"tokens_per_page": PAGE_SIZE, "bytes_per_page": 7864320, "window": None},
+    "sampled": {"bytes_per_slot": 4},
 }
-COMPILE_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
+COMPILE_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}  # for whoever compiles for the target's backend
 RULES = {  # logical axis -> mesh axes it is cut over
     "rank": ("data",),
     "q_heads": (),
@@ -92,13 +96,25 @@ def mesh(devices):
     return make_mesh(devices, MESH_AXES)
 
 
-def state(num_pages, num_slots):
-    """Abstract state of one engine: page and slot counts are per rank, 0 is the sink."""
+def state(pages, slots):
+    """Abstract state of one engine. pages, slots: pool key -> count per rank, entry 0 is the sink."""
     return {
-        "gdn.conv": ArrayInfo((NUM_RANKS, GDN_LAYERS, num_slots, 36864), "bfloat16", ("rank", None, None, "v_heads")),
-        "gdn.state": ArrayInfo((NUM_RANKS, GDN_LAYERS, num_slots, 64, 128, 128), "bfloat16", ("rank", None, None, "v_heads", None, None)),
-        "gqa.kv": ArrayInfo((NUM_RANKS, GQA_LAYERS * num_pages, PAGE_SIZE, 1024), "bfloat16", ("rank", None, None, "kv_heads")),
-        "sampled": ArrayInfo((NUM_RANKS, num_slots), "int32", ("rank", None)),
+        "gdn.conv": ArrayInfo(
+            (NUM_RANKS, GDN_LAYERS, slots["gdn.conv"], 36864),
+            "bfloat16",
+            ("rank", None, None, "v_heads"),
+        ),
+        "gdn.state": ArrayInfo(
+            (NUM_RANKS, GDN_LAYERS, slots["gdn.state"], 64, 128, 128),
+            "bfloat16",
+            ("rank", None, None, "v_heads", None, None),
+        ),
+        "gqa.kv": ArrayInfo(
+            (NUM_RANKS, GQA_LAYERS * pages["gqa.kv"], PAGE_SIZE, 1024),
+            "bfloat16",
+            ("rank", None, None, "kv_heads"),
+        ),
+        "sampled": ArrayInfo((NUM_RANKS, slots["sampled"]), "int32", ("rank", None)),
     }
 
 
@@ -107,7 +123,7 @@ def batch(bucket):
     return batch_info(BUCKETS[bucket], NUM_RANKS)
 
 
-def gdn(x_TD, w, pools, batch, rows, layer, bucket):
+def gdn_block(x_TD, w, pools, batch, rows, layer, bucket):
     """Gated DeltaNet: 64 value, 16 query/key heads of 128."""
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
@@ -127,13 +143,14 @@ def gdn(x_TD, w, pools, batch, rows, layer, bucket):
             head_v_dim=GDN_V_DIM,
             conv_kernel=GDN_CONV,
             norm_eps=1e-06,
+            norm_zero_centered=False,
             chunk=GDN_CHUNK,
             max_q=BUCKETS[bucket].max_q,
         )
     return x_TD + y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
 
 
-def moe(x_TD, w, stack, rows, layer, bucket):
+def moe_block(x_TD, w, stack, rows, layer, bucket):
     """512 experts of 1024, top 10, shared expert of 1024."""
     with jax.named_scope("moe"):
         h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
@@ -161,13 +178,13 @@ def moe(x_TD, w, stack, rows, layer, bucket):
             activation="silu",
             block_rows=MOE_BLOCK_ROWS[bucket],
         )
-        y_AD = y_AD.astype(x_TD.dtype)
+        y_AD = y_AD.astype(x_TD.dtype)  # partial sums travel in the activation dtype
         y_TD = reduce_scatter_tokens(y_AD, DATA)  # sum over experts, back to own tokens
         y_TD = (y_TD + shared_expert(h_TD, w["moe"], gate="sigmoid", activation="silu")).astype(x_TD.dtype)
     return x_TD + y_TD
 
 
-def gqa(x_TD, w, kv_pool, batch, rows, layer, bucket):
+def gqa_block(x_TD, w, kv_pool, batch, rows, layer, bucket):
     """32 query heads on 2 key/value heads of 256."""
     with jax.named_scope("gqa"):
         h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
@@ -189,22 +206,24 @@ def gqa(x_TD, w, kv_pool, batch, rows, layer, bucket):
             qk_norm_zero_centered=True,
             output_gate=True,
             scale=GQA_HEAD_DIM**-0.5,
+            q_block=GQA_Q_BLOCK,
+            kv_block=GQA_KV_BLOCK,
             max_q=BUCKETS[bucket].max_q,
         )
     return x_TD + y_TD, new_kv_TC
 
 
-def gdn_moe(x_TD, w, pools, stacks, batch, rows, gdn_layer, moe_layer, bucket):
+def gdn_moe_layer(x_TD, w, pools, stacks, batch, rows, gdn_index, moe_index, bucket):
     """gdn, then moe; each adds to the residual stream after its norm."""
-    x_TD, pools = gdn(x_TD, w, pools, batch, rows, gdn_layer, bucket)
-    x_TD = moe(x_TD, w, stacks["moe"], rows, moe_layer, bucket)
+    x_TD, pools = gdn_block(x_TD, w, pools, batch, rows, gdn_index, bucket)
+    x_TD = moe_block(x_TD, w, stacks["moe"], rows, moe_index, bucket)
     return x_TD, pools
 
 
-def gqa_moe(x_TD, w, kv, stacks, batch, rows, gqa_layer, moe_layer, bucket):
+def gqa_moe_layer(x_TD, w, kv, stacks, batch, rows, gqa_index, moe_index, bucket):
     """gqa, then moe; each adds to the residual stream after its norm."""
-    x_TD, new_kv_TC = gqa(x_TD, w, kv["gqa.kv"], batch, rows, gqa_layer, bucket)
-    x_TD = moe(x_TD, w, stacks["moe"], rows, moe_layer, bucket)
+    x_TD, new_kv_TC = gqa_block(x_TD, w, kv["gqa.kv"], batch, rows, gqa_index, bucket)
+    x_TD = moe_block(x_TD, w, stacks["moe"], rows, moe_index, bucket)
     return x_TD, new_kv_TC
 
 
@@ -215,14 +234,23 @@ def group0(x_TD, pools, kv, w, stacks, batch, rows, bucket):
         x_TD, pools = carry
         i, w = scanned
         in0_TD = x_TD
-        x_TD, pools = gdn_moe(x_TD, w["layer0"], pools, stacks, batch, rows, 3 * i, 4 * i, bucket)
+        x_TD, pools = gdn_moe_layer(
+            x_TD, w["layer0"], pools, stacks, batch, rows, gdn_index=3 * i, moe_index=4 * i, bucket=bucket
+        )
         in1_TD = x_TD
-        x_TD, pools = gdn_moe(x_TD, w["layer1"], pools, stacks, batch, rows, 3 * i + 1, 4 * i + 1, bucket)
+        x_TD, pools = gdn_moe_layer(
+            x_TD, w["layer1"], pools, stacks, batch, rows, gdn_index=3 * i + 1, moe_index=4 * i + 1, bucket=bucket
+        )
         in2_TD = x_TD
-        x_TD, pools = gdn_moe(x_TD, w["layer2"], pools, stacks, batch, rows, 3 * i + 2, 4 * i + 2, bucket)
+        x_TD, pools = gdn_moe_layer(
+            x_TD, w["layer2"], pools, stacks, batch, rows, gdn_index=3 * i + 2, moe_index=4 * i + 2, bucket=bucket
+        )
         in3_TD = x_TD
-        x_TD, gqa_kv3 = gqa_moe(x_TD, w["layer3"], kv, stacks, batch, rows, i, 4 * i + 3, bucket)
+        x_TD, gqa_kv3 = gqa_moe_layer(
+            x_TD, w["layer3"], kv, stacks, batch, rows, gqa_index=i, moe_index=4 * i + 3, bucket=bucket
+        )
         new_kv = {"gqa.kv": jnp.stack([gqa_kv3])}
+        # The inputs of the layers leave the scan only in step_tapped; elsewhere they are dead code.
         return (x_TD, pools), (new_kv, jnp.stack([in0_TD, in1_TD, in2_TD, in3_TD]))
 
     (x_TD, pools), (new_kv, hidden) = lax.scan(body, (x_TD, pools), (jnp.arange(15), w))
@@ -231,7 +259,8 @@ def group0(x_TD, pools, kv, w, stacks, batch, rows, bucket):
 
 def forward(w, state, batch, bucket):
     """All layers on this rank's rows: final hidden [T, D], new state, hidden before each layer [L, T, D]."""
-    rows = index_rows(batch)
+    rows = index_rows(batch)  # which row each token belongs to, and where in it
+    # Token -1 stands for what the row's slot sampled last, so that steps need not wait for the host.
     tokens_T = jnp.where(batch.tokens < 0, state["sampled"][batch.slot[rows.row]], batch.tokens)
     with jax.named_scope("embed"):
         x_TD = lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR).astype(ACTIVATION)
@@ -245,8 +274,7 @@ def forward(w, state, batch, bucket):
         state["gqa.kv"] = write_kv(state["gqa.kv"], new_kv_LTC, batch, rows)
     with jax.named_scope("final_norm"):
         h_TD = rms_norm(x_TD, w["final_norm"], eps=1e-06, zero_centered=True)
-    hidden_LTD = jnp.concatenate([hidden0])
-    return h_TD, state, hidden_LTD
+    return h_TD, state, hidden0
 
 
 def vocabulary(h_TD, w):
@@ -257,7 +285,7 @@ def vocabulary(h_TD, w):
 
 def step(w, state, batch, *, bucket):
     """One engine step: run the rows, sample a token for each."""
-    state, batch = local(state), local(batch)
+    state, batch = local(state), local(batch)  # this rank's: drops the leading axis; `ranked` puts it back
     h_TD, state, _ = forward(w, state, batch, bucket)
     last_SD = h_TD[jnp.maximum(batch.cu_q[1:] - 1, 0)]  # the last token of each row
     logits_SV = vocabulary(last_SD, w)
@@ -283,7 +311,7 @@ def step_tapped(w, state, batch, *, bucket):
 
 
 WEIGHT_SPECS = partition_specs(weights(), RULES)
-STATE_SPECS = partition_specs(state(1, 1), RULES)
+STATE_SPECS = partition_specs(state(dict.fromkeys(POOLS, 1), dict.fromkeys(POOLS, 1)), RULES)
 RANK = P(DATA or None)
 
 
@@ -305,3 +333,6 @@ def jit_steps(function, out_specs, donate_state):
 STEPS = jit_steps(step, ({"tokens": RANK, "logprobs": RANK},), donate_state=True)
 STEPS_LOGITS = jit_steps(step_logits, (RANK,), donate_state=True)
 STEPS_TAPPED = jit_steps(step_tapped, (RANK, P(None, DATA or None)), donate_state=False)
+# copy_slot(state, source[R], target[R]) and zero_slot(state, slot[R]) -> state: one slot per rank, in every slot pool.
+copy_slot = jit_slots(copy_slots, 2, pools=POOLS, mesh_axes=MESH_AXES, state_specs=STATE_SPECS, rank=RANK)
+zero_slot = jit_slots(zero_slots, 1, pools=POOLS, mesh_axes=MESH_AXES, state_specs=STATE_SPECS, rank=RANK)

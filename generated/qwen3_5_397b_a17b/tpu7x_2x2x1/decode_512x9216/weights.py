@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec 6513ea3c0020bc84, target 62a550153d1fc214, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan e86f5feb9b82d458
+# Digests: spec 6513ea3c0020bc84, target 4b5c2107c766fdad, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan 86c0030bedf33ced
 """Weights of qwen3.5-397b-a17b as the program holds them, and where a checkpoint keeps them.
 
 `sources` are alternatives: the loader takes the first whose tensors are all there. {layer} and

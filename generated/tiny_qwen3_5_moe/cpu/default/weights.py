@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
-# Digests: spec 9d322b78f05cb9d7, target a8ad9cc42fb97dd3, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan ea4568a50a5d599b
+# Digests: spec 9d322b78f05cb9d7, target 554b28de4009108f, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 1c631f032d7ec1cf
 """Weights of tiny_qwen3_5_moe as the program holds them, and where a checkpoint keeps them.
 
 `sources` are alternatives: the loader takes the first whose tensors are all there. {layer} and

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu:8 --workload default
-# Digests: spec 9d322b78f05cb9d7, target 67bff2212e583f3f, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan b23380e1a28125ad
+# Digests: spec 9d322b78f05cb9d7, target d724d2eb75f5672d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 6f380140a1e7b423
 """Weights of tiny_qwen3_5_moe as the program holds them, and where a checkpoint keeps them.
 
 `sources` are alternatives: the loader takes the first whose tensors are all there. {layer} and
