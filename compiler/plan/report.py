@@ -5,7 +5,7 @@ Every predicted number is shown with its error band and where it comes from; non
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rich.console import Console
@@ -18,6 +18,7 @@ from .plan import Candidate, Estimate, Plan, StepTerm
 GIB = 2**30
 MIB = 2**20
 _BAR = 24
+_WIDE = 110  # columns that every table fits in
 _SHOWN_SHARDINGS = 20
 _STYLES = {
     "CHOSEN": "bold green",
@@ -283,9 +284,19 @@ def render_plan(plan: Plan, console: Console) -> None:
     console.print(Panel(body, title=f"[bold]{plan.model}[/bold] on [bold]{plan.target}[/bold]", expand=False))
     for section in sections(plan):
         console.print()
-        console.print(_rich_table(section))
+        console.print(_rich_table(_fitted(section, console.width)))
         if section.note:
             console.print(Text(section.note, style="dim"))
+
+
+def _fitted(section: Section, width: int) -> Section:
+    """On a narrow terminal reasons matter more than the two step times behind the token time."""
+    names = [column.name for column in section.columns]
+    if width >= _WIDE or "why" not in names:
+        return section
+    kept = [i for i, name in enumerate(names) if name not in ("decode ms", "mixed ms")]
+    rows = tuple(tuple(row[i] for i in kept) for row in section.rows)
+    return replace(section, columns=tuple(section.columns[i] for i in kept), rows=rows)
 
 
 def _rich_table(section: Section) -> Table:

@@ -10,6 +10,7 @@ from moec.compiler.emit.package import plan_digest
 from moec.compiler.plan.plan import Plan
 from moec.compiler.verify import aot
 from moec.compiler.verify.aot import AotBucket, verify_aot
+from moec.compiler.verify.cache import cache_key
 
 pytestmark = pytest.mark.aot
 
@@ -65,6 +66,27 @@ def test_second_run_comes_from_the_cache(toy_plan: Plan, cache: Path) -> None:
     assert again.measured.collectives == first.measured.collectives
     assert again.measured.key == first.measured.key
     assert json.loads(again.model_dump_json())["measured"]["cached"] is True
+
+
+def test_compiler_flags_of_the_environment_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for name, flags in (("XLA_FLAGS", ""), ("XLA_FLAGS", "--xla_a=1"), ("LIBTPU_INIT_ARGS", "--xla_tpu_b=1")):
+        monkeypatch.setenv(name, flags)
+        keys.add(cache_key("module {}", {}, {}, TOPOLOGY))
+    assert len(keys) == 3
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert cache_key("module {}", {}, {}, TOPOLOGY) in keys
+
+
+def test_dumps_are_kept_where_asked(toy_plan: Plan, tmp_path: Path) -> None:
+    """Also for a result that the cache already has."""
+    for dumps in (tmp_path / "first", tmp_path / "second"):
+        report = verify_aot(
+            TOY, toy_plan, "cpu:8", layers=LAYERS, cache_dir=tmp_path, buckets=["decode"], keep_dumps=dumps
+        )
+        assert not report.buckets[0].measured.cached
+        (hlo,) = (dumps / "decode").glob("*after_optimizations.txt")
+        assert "all-gather" in hlo.read_text()
 
 
 def test_plan_with_other_collectives_fails(toy_plan: Plan, cache: Path) -> None:

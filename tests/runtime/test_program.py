@@ -1,12 +1,13 @@
-"""Importing emitted programs from any folder."""
+"""Importing emitted programs from any folder, and the contract they keep."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moec.runtime.errors import ProgramError
-from moec.runtime.program import load_program
+from moec.runtime.program import NAMES, load_program
 
 
 def test_an_unchanged_folder_is_imported_once(fake_folder: Callable[[int], Path]) -> None:
@@ -48,3 +49,19 @@ def test_folders_that_are_no_program_say_why(fake_folder: Callable[[int], Path],
     assert "not an emitted program, model.py defines no PLAN_DIGEST, MESH_AXES, RULES" in fails(folder)
     (folder / "model.py").write_text("NAME = = 'x'\n")
     assert "model.py cannot be imported: invalid syntax" in fails(folder)
+
+
+def test_the_documented_contract_is_the_one_that_is_checked(root: Path) -> None:
+    text = (root / "docs" / "architecture.md").read_text()
+    section = text.partition("## The contract of an emitted program")[2].partition("### The batch")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)", "".join(cells))) == sorted(NAMES)
+
+
+def test_committed_recordings_are_as_small_as_the_playbook_says(root: Path) -> None:
+    playbook = (root / "docs" / "playbooks" / "port-an-architecture.md").read_text()
+    (megabytes,) = re.findall(r"`\*\.safetensors` \((\d+) MB at most\)", playbook)
+    folders = list((root / "tests" / "fixtures" / "oracles").iterdir())
+    sizes = {folder.name: sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in folders}
+    assert sizes
+    assert {name: size for name, size in sizes.items() if size > int(megabytes) * 10**6} == {}

@@ -155,6 +155,32 @@ def test_a_program_that_is_not_its_plans_is_refused(
     assert said in err
 
 
+def test_a_check_that_was_asked_for_and_skipped_is_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("verify", TINY, "--target", "cpu", "plan.dtypes.kv=bfloat16")
+    code, out, err = run(capsys, *words, "--numerics")
+    assert code == 1
+    assert "SKIPPED (0 checks made" in out
+    assert "--numerics was asked for and could not be made" in err
+    assert run(capsys, *words)[0] == 0  # the check that fits the target; the last line says that it was skipped
+
+
+def test_dumps_need_aot_and_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("verify", TINY, "--target", "cpu", "--keep-dumps", str(tmp_path))
+    code, _, err = run(capsys, *words)
+    assert code == 2
+    assert "--keep-dumps and --bucket are options of --aot" in err
+    (tmp_path / "old.txt").write_text("")
+    code, _, err = run(capsys, *words, "--aot")
+    assert code == 2
+    assert f"--keep-dumps {tmp_path} is not empty" in err
+
+
 def test_compile_writes_where_it_says_and_finds_drift(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

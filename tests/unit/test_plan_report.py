@@ -114,3 +114,11 @@ def test_a_small_plan_reads_well_too() -> None:
     text = rendered(small, 120)
     assert "None: nothing is exchanged." in text
     assert "attention DP1, experts EP1 on 1 device (mesh data 1)" in text
+
+
+def test_a_narrow_terminal_keeps_the_reasons(plan: Plan) -> None:
+    """The why of a refusal is words, not a column cut to nothing."""
+    text = " ".join(rendered(plan, 80).split())
+    assert "needs" in text
+    assert "sequences of 9216" in text
+    assert max(map(len, rendered(plan, 80).splitlines())) <= 80
