@@ -25,9 +25,13 @@ class Engine:
         self.program = load_program(folder)
         self.mesh = self.program.mesh(jax.devices()[:1])
         self.weights = load_weights(self.program, self.mesh, checkpoint)
-        self.stepper = Stepper(self.program, self.mesh, self.program.STEPS)
+        program, state = self.program, self.state()
+        self.stepper = Stepper(program, self.mesh, program.STEPS, program.BUCKETS, self.weights, state)
         self.prompt_tokens = prompt_tokens
         self.pages = -(-self.program.MAX_CONTEXT // self.program.PAGE_SIZE)
+
+    def state(self) -> dict:
+        return allocate_state(self.program, self.mesh, self.program.NUM_PAGES, self.program.NUM_SLOTS)
 
     def row(self, index: int, tokens: tuple[int, ...], start: int) -> Row:
         first = 1 + index * self.pages
@@ -36,7 +40,7 @@ class Engine:
     def run(self, batch: int, decode_steps: int) -> tuple[float, float, list[int]]:
         """(prefill seconds, seconds of all decode steps, ids of the first prompt)."""
         prompts = np.random.default_rng(0).integers(3, self.program.VOCAB, (batch, self.prompt_tokens))
-        state = allocate_state(self.program, self.mesh, self.program.NUM_PAGES, self.program.NUM_SLOTS)
+        state = self.state()
         rows = [self.row(i, tuple(int(t) for t in prompt), 0) for i, prompt in enumerate(prompts)]
         start = time.perf_counter()
         state, out = self.stepper(self.weights, state, [rows])

@@ -29,6 +29,7 @@ def test_run_generates_what_the_reference_generated(root: Path, tmp_path: Path) 
     document = json.loads(done.stdout)
     assert document["target"] == "cpu:2"
     assert document["completions"][0]["tokens"] == wanted
+    assert document["load_notes"] == []  # float32 in the checkpoint and in the program
 
     # The same program by its folder, as text for people: one prompt streams its ids.
     done = moec(root, tmp_path, "run", document["program"], "--weights", str(oracle), *ids)
@@ -47,3 +48,17 @@ def test_verify_exits_with_1_above_the_tolerance(root: Path, tmp_path: Path) -> 
     assert len(errors) == 5
     assert all(0 < error <= 1e-4 for error in errors.values())
     assert moec(root, tmp_path, *words, "--tolerance", str(max(errors.values()) / 2)).returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_run_says_what_loading_changed(root: Path, tmp_path: Path) -> None:
+    """On stderr and in the JSON document: float8 experts kept, everything else rounded to bfloat16."""
+    oracle = root / "tests" / "fixtures" / "oracles" / "qwen3_5_moe_fp8_cut"
+    pins = ("plan.dtypes.activation=bfloat16", "plan.dtypes.weight=bfloat16", "plan.dtypes.expert=float8_e4m3fn")
+    words = ("run", f"tiny/{oracle.name}", "--target", "cpu", "--weights", str(oracle), "--ids", "5", *pins)
+    done = moec(root, tmp_path, *words, "--max-tokens", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    (note,) = json.loads(done.stdout)["load_notes"]
+    assert "rounded to bfloat16: 26 tensors stored as float8_e4m3fn" in note
+    assert note in done.stderr.splitlines()
