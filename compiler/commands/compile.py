@@ -17,7 +17,7 @@ USAGE = "moec compile MODEL --target TARGET [--workload NAME] [-o DIR] [--standa
 EPILOG = """\
 examples:
   moec compile my_model.yaml --target tpu7x-8 --workload NAME
-  moec compile my_model.yaml --target cpu:8 -o /tmp/program --standalone
+  moec compile my_model.yaml --target cpu:8 -o out/program --standalone
   moec compile --check
 """
 GENERATED = Path("generated")
