@@ -2,6 +2,7 @@
 
 File layout (https://github.com/huggingface/safetensors, "Format"): uint64 header length N,
 N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets count from its start.
+The tensors fill the data without gaps or overlaps.
 A checkpoint is `model.safetensors`, or the shards that `model.safetensors.index.json` names,
 or every *.safetensors file of the folder.
 """
@@ -76,10 +77,13 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise CheckpointError([f"{self.directory}: not a directory"])
-        weight_map = _index(self.directory)
-        files = _files(self.directory) if weight_map is None else sorted(set(weight_map.values()))
+        try:
+            if not self.directory.is_dir():
+                raise CheckpointError([f"{self.directory}: not a directory"])
+            weight_map = _index(self.directory)
+            files = _files(self.directory) if weight_map is None else sorted(set(weight_map.values()))
+        except OSError as error:
+            raise CheckpointError([f"{error.filename}: cannot be read ({error.strerror})"]) from error
         if not files:
             raise CheckpointError([f"{self.directory}: holds no *.safetensors file"])
         shards = {file: _open(self.directory / file) for file in files}
@@ -110,7 +114,7 @@ class Checkpoint:
 def _files(directory: Path) -> list[str]:
     if (directory / SINGLE).is_file():
         return [SINGLE]
-    return sorted(path.name for path in directory.glob("*.safetensors"))
+    return sorted(path.name for path in directory.iterdir() if path.suffix == ".safetensors")
 
 
 def _index(directory: Path) -> dict[str, str] | None:
@@ -124,7 +128,10 @@ def _index(directory: Path) -> dict[str, str] | None:
         problem = f'{INDEX}: "weight_map" must map tensor names to file names'
     if problem:
         raise CheckpointError([problem])
-    return cast(dict[str, str], weight_map)
+    found = cast(dict[str, str], weight_map)
+    if outside := [name for name, file in found.items() if Path(file).is_absolute() or ".." in Path(file).parts]:
+        raise CheckpointError([f"{name}: {INDEX} places it in {found[name]}, outside the folder" for name in outside])
+    return found
 
 
 def _json(text: bytes, where: str) -> tuple[dict[str, Any], str | None]:
@@ -139,7 +146,7 @@ def _json(text: bytes, where: str) -> tuple[dict[str, Any], str | None]:
 
     try:
         document = json.loads(text, object_pairs_hook=pairs)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, f"{where}: unreadable JSON ({error})"
     if repeated:
         return {}, f"{where} names {', '.join(repeated)} twice"
@@ -148,18 +155,22 @@ def _json(text: bytes, where: str) -> tuple[dict[str, Any], str | None]:
 
 def _open(path: Path) -> _Shard:
     """Read and check one file's header."""
-    if not path.is_file():
-        return _Shard({}, (f"{path.name}: missing, {INDEX} names it",))
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            return _Shard({}, (f"{path.name}: truncated inside its header ({size} bytes)",))
-        header, problem = _json(file.read(length), f"{path.name}: header")
+    try:
+        if not path.exists():
+            return _Shard({}, (f"{path.name}: missing, {INDEX} names it",))
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                return _Shard({}, (f"{path.name}: truncated inside its header ({size} bytes)",))
+            header, problem = _json(file.read(length), f"{path.name}: header")
+    except OSError as error:
+        return _Shard({}, (f"{path.name}: cannot be read ({error.strerror})",))
     if problem:
         return _Shard({}, (problem,))
     tensors: dict[str, Stored] = {}
     problems = [p for name, entry in header.items() if (p := _declare(name, entry, path, 8 + length, tensors))]
+    problems = problems or _untiled(tensors, path, 8 + length, size)  # a broken entry leaves a gap
     return _Shard(tensors, (*problems, *_truncated(tensors, path, size)))
 
 
@@ -168,9 +179,14 @@ def _declare(name: str, entry: Any, path: Path, data: int, tensors: dict[str, St
     if name == "__metadata__":
         return None
     try:
-        dtype_name, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+        dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         return f"{name}: broken header entry in {path.name}"
+    if not isinstance(dtype_name, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        return (
+            f"{name}: broken header entry in {path.name}: dtype {dtype_name!r}, shape {list(shape)}, data_offsets "
+            f"{[begin, end]}; the dtype is a name, the others integers of 0 or more"
+        )
     if dtype_name not in DTYPES:
         return f"{name}: dtype {dtype_name} in {path.name} is not known (known: {', '.join(DTYPES)})"
     stored = Stored(name, path, DTYPES[dtype_name], shape, data + begin)
@@ -178,6 +194,19 @@ def _declare(name: str, entry: Any, path: Path, data: int, tensors: dict[str, St
         return f"{name}: header gives {end - begin} bytes, {dtype_name} {list(shape)} needs {stored.nbytes}"
     tensors[name] = stored
     return None
+
+
+def _untiled(tensors: dict[str, Stored], path: Path, data: int, size: int) -> list[str]:
+    """Gaps and overlaps between the tensors of a file whose entries are sound, and bytes after the last one."""
+    found, end = [], data
+    for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
+        if tensor.start != end:
+            where = f"starts at byte {tensor.start} of {path.name}, the tensor before it ends at byte {end}"
+            found.append(f"{tensor.name}: {where}; tensors must follow each other without gap or overlap")
+        end = max(end, tensor.start + tensor.nbytes)
+    if not found and end < size:
+        found.append(f"{path.name}: {size - end} bytes after its last tensor belong to none")
+    return found
 
 
 def _truncated(tensors: dict[str, Stored], path: Path, size: int) -> list[str]:

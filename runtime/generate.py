@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from .cache import PageAllocator, SlotAllocator, allocate_state
 from .errors import RequestError
-from .packing import GREEDY, SamplingParams
 from .program import Program
+from .sampling import GREEDY, SamplingParams, check_sampling
 from .schedule import Limits, Rank, Running, admit, limits_of, pages_needed, plan_rank, release
 from .step import Stepper
 
@@ -128,18 +128,6 @@ def _buckets_for(program: Program, prompts: Sequence[Sequence[int]]) -> list[str
     """Buckets that may run: without a prompt of two tokens every row is a decode row."""
     single = all(len(ids) == 1 for ids in prompts)
     return [name for name, bucket in program.BUCKETS.items() if bucket.max_q == 1 or not single]
-
-
-def check_sampling(sampling: SamplingParams, max_tokens: int) -> list[str]:
-    """What is wrong with the sampling parameters."""
-    rules = {
-        f"temperature {sampling.temperature}: must be 0 (greedy) or above": sampling.temperature >= 0,
-        f"top_k {sampling.top_k}: must be 0 (off) or above": sampling.top_k >= 0,
-        f"top_p {sampling.top_p}: must be above 0 and at most 1 (off)": 0 < sampling.top_p <= 1,
-        f"seed {sampling.seed}: must be from 0 to {2**32 - 1}": 0 <= sampling.seed < 2**32,
-        f"max_tokens {max_tokens}: must be at least 1": max_tokens >= 1,
-    }
-    return [text for text, holds in rules.items() if not holds]
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]]) -> list[str]:

@@ -14,9 +14,9 @@ import jax
 from tokenizers import Tokenizer
 
 from .errors import InputError, RequestError, fold
-from .generate import Completion, check_prompts, check_sampling, generate
-from .packing import GREEDY
+from .generate import Completion, check_prompts, generate
 from .program import Program
+from .sampling import GREEDY, check_sampling
 from .tokenizer import encode, load_tokenizer, stop_ids
 from .weights import load_weights
 
@@ -38,12 +38,12 @@ def main(program: Program, argv: Sequence[str], source: TextIO, sink: TextIO) ->
 def _complete(program: Program, args: argparse.Namespace, source: TextIO) -> Iterable[str]:
     """A line of output per line of input."""
     tokenizer = None if args.ids else load_tokenizer(args.weights)
+    stops = stop_ids(args.weights)
     prompts = _prompts(source, tokenizer)
     if problems := [*check_sampling(GREEDY, args.max_tokens), *check_prompts(program, prompts)]:
         raise RequestError(problems)  # before the weights are loaded
     mesh = program.mesh(_devices(math.prod(program.MESH_AXES.values())))
     weights = load_weights(program, mesh, args.weights)
-    stops = stop_ids(args.weights)
     done = generate(program, mesh, weights, prompts, max_tokens=args.max_tokens, stop_ids=stops)
     return _texts(done, tokenizer)
 

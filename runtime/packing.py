@@ -17,21 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moec.blocks.core.batch import Batch, Bucket, Sampling
 
 from .program import Program
+from .sampling import GREEDY, SamplingParams
 
 LAST_SAMPLED = -1  # token id that stands for what the row's slot sampled last
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """temperature 0 = greedy; top_k 0 and top_p 1 = off; the draw depends on seed and position only."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)

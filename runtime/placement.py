@@ -1,6 +1,8 @@
 """Arrays on the devices: shardings from logical axes, zeros made in place, stacks filled layer by layer."""
 
 import gc
+import time
+import weakref
 from functools import partial
 
 import jax
@@ -13,6 +15,8 @@ from moec.blocks.core.array_info import ArrayInfo
 from moec.blocks.core.program import partition_spec
 
 from .program import Program
+
+DROP_SECONDS, DROP_POLL_SECONDS = 1.0, 0.001  # how long to wait for the devices to let go of a host buffer
 
 
 def sharding_of(program: Program, mesh: Mesh, info: ArrayInfo) -> NamedSharding:
@@ -42,6 +46,15 @@ def drop_host_buffers() -> None:
     would be made while the last one is still alive.
     """
     gc.collect(0)
+
+
+def _wait_until_dropped(buffer: weakref.ref[np.ndarray]) -> None:
+    """Until the devices let go of a host buffer: another thread of theirs does, a little later on a busy machine."""
+    deadline = time.monotonic() + DROP_SECONDS
+    drop_host_buffers()
+    while buffer() is not None and time.monotonic() < deadline:
+        time.sleep(DROP_POLL_SECONDS)
+        drop_host_buffers()
 
 
 class HostFill:
@@ -84,10 +97,12 @@ class DeviceFill:
 
     def commit(self, index: int) -> None:
         """Send the buffer and forget it once the devices have it, so that the host holds one layer."""
+        assert self._host is not None
+        buffer = weakref.ref(self._host)
         layer, self._host = jax.device_put(self._host, self._layer_sharding), None
         self._stack = _set_layer(self._stack, layer, np.int32(index), self._sharding).block_until_ready()
         del layer
-        drop_host_buffers()
+        _wait_until_dropped(buffer)
 
     def result(self) -> Array:
         return self._stack

@@ -102,15 +102,26 @@ def _import_package(folder: Path) -> ModuleType:
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         return importlib.import_module(f"{package}.model")
-    except (ImportError, SyntaxError) as error:
-        raise ProgramError([f"{folder}: model.py cannot be imported: {error}"]) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever its code raises, SystemExit included
+        raise ProgramError([f"{folder}: model.py cannot be imported: {_one_line(error)}"]) from error
     finally:
         sys.dont_write_bytecode = writes
+
+
+def _one_line(error: BaseException) -> str:
+    """What was raised; import and syntax errors speak for themselves."""
+    text = str(error).partition("\n")[0]
+    return text if text and isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: {text}"
 
 
 def _digest(folder: Path) -> str:
     """Of the folder's path and its Python sources."""
     found = hashlib.sha256(str(folder).encode())
     for path in sorted(folder.glob("*.py")):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        try:
+            found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        except OSError as error:
+            raise ProgramError([f"{path}: cannot be read ({error.strerror})"]) from error
     return found.hexdigest()[:16]

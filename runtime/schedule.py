@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from moec.blocks.core.batch import Bucket
 
 from .cache import PageAllocator, SlotAllocator
-from .packing import Row, SamplingParams
+from .packing import Row
+from .sampling import SamplingParams
 
 
 @dataclass

@@ -26,6 +26,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids, with the special tokens that the tokenizer's own template adds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError([f"prompt {text!r}: not valid UTF-8"]) from error
     return list(tokenizer.encode(text).ids)
 
 
@@ -36,17 +40,24 @@ def stop_ids(directory: str | Path) -> tuple[int, ...]:
         text = config.get("text_config")
         for source in (config, text if isinstance(text, dict) else {}):
             found = source.get("eos_token_id")
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+            if found is None:
+                continue
+            ids = tuple(found) if isinstance(found, list) else (found,)
+            if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+                text = f"eos_token_id {json.dumps(found)}: must be a token id or a list of them"
+                raise TokenizerError([f"{Path(directory) / name}: {text}"])
+            return ids
     return ()
 
 
 def _config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
+        if not path.is_file():
+            return {}
         document = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise TokenizerError([f"{path}: cannot be read ({error.strerror})"]) from error
+    except (ValueError, RecursionError) as error:
         raise TokenizerError([f"{path}: unreadable JSON ({error})"]) from error
     return document if isinstance(document, dict) else {}
 

@@ -6,13 +6,15 @@ two), a whole v6e or v5p chip, one virtual CPU device. Numbers are per device un
 key says chip.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 HERE = Path(__file__).parent
 
@@ -20,6 +22,14 @@ HERE = Path(__file__).parent
 # compiler: asked of the compiler. fitted: from benchmark points in the same file.
 # inferred: follows from other numbers. assumption: nobody's number. override: from the command line.
 Kind = Literal["published", "benchmark", "compiler", "fitted", "inferred", "assumption", "override"]
+
+# What the blocks compute and store in, as plan.dtypes has it.
+Float = Literal["float32", "bfloat16"]
+FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
+
+# Coordinates of curves: what is divided by, or enters a logarithm.
+Above = Annotated[float, Field(ge=1e-6, le=1e15, allow_inf_nan=False)]
+Size = Annotated[int, Field(gt=0, le=2**20)]
 
 
 class Frozen(BaseModel):
@@ -29,7 +39,7 @@ class Frozen(BaseModel):
 class Value(Frozen):
     """One number with its origin; a bare number (an override) becomes one."""
 
-    value: float = Field(ge=0)
+    value: float = Field(ge=0, le=1e12, allow_inf_nan=False)
     kind: Kind
     source: str
 
@@ -41,10 +51,39 @@ class Value(Frozen):
         return data
 
 
+class Rate(Value):
+    """A speed: time is something over it."""
+
+    value: float = Field(ge=1e-6, le=1e12, allow_inf_nan=False)
+
+
+class Capacity(Value):
+    """GiB of memory."""
+
+    value: float = Field(gt=0, le=2**20, allow_inf_nan=False)
+
+
+class Count(Value):
+    """A whole number of things."""
+
+    value: float = Field(ge=1, le=2**20, multiple_of=1, allow_inf_nan=False)
+
+
+class LeastRows(Count):
+    """Rows.least of one dtype."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needed(cls, data: Any) -> Any:
+        if data is None:
+            raise PydanticCustomError("rows_needed", "needed, because target.peak_tflops has this dtype")
+        return data
+
+
 class Curve(Frozen):
     """Measured points (x, y) with x rising; a single point is a constant."""
 
-    points: tuple[tuple[float, float], ...] = Field(min_length=1)
+    points: tuple[tuple[Above, Above], ...] = Field(min_length=1)
     kind: Kind
     source: str
 
@@ -52,7 +91,7 @@ class Curve(Frozen):
     @classmethod
     def _rising(cls, points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         if any(a[0] >= b[0] for a, b in pairwise(points)):
-            raise ValueError("x must rise from point to point")
+            raise PydanticCustomError("not_rising", "x must rise from point to point")
         return points
 
 
@@ -64,8 +103,8 @@ class ChipLink(Frozen):
     """
 
     alpha_us: Value
-    gbps_per_link: Value
-    all_to_all_gbps_per_link: Value
+    gbps_per_link: Rate
+    all_to_all_gbps_per_link: Rate
     fit_links: int = Field(default=0, ge=0)
     fit_points: Curve | None = None
 
@@ -74,7 +113,7 @@ class CoreLink(Frozen):
     """The link between the devices of one chip: time = alpha + bytes exchanged / bandwidth (one way)."""
 
     alpha_us: Value
-    gbps: Value
+    gbps: Rate
 
 
 class SparseCores(Frozen):
@@ -89,28 +128,28 @@ class SparseCores(Frozen):
 class Rows(Frozen):
     """Rows of a matrix product. least: fewer take as long, by operand dtype; full: so many keep the unit busy."""
 
-    least: dict[str, Value]
-    full: Value
+    least: dict[str, LeastRows]
+    full: Count
 
 
 class Tiling(Frozen):
     """How arrays are padded in device memory: two dims in tiles of sublanes x lanes (1 x 1 = not at all)."""
 
-    sublanes: int = Field(gt=0)
-    lanes: int = Field(gt=0)
+    sublanes: Size
+    lanes: Size
     source: str
 
 
 class Dtypes(Frozen):
     """Default dtypes and why. scaled_expert: experts whose checkpoint carries block scales."""
 
-    activation: str
-    weight: str
-    expert: str
-    scaled_expert: str
-    kv: str
-    state: str
-    conv: str
+    activation: Float
+    weight: FloatOrFp8
+    expert: FloatOrFp8
+    scaled_expert: FloatOrFp8
+    kv: FloatOrFp8
+    state: Float
+    conv: Float
     source: str
 
 
@@ -137,12 +176,21 @@ class Topology(Frozen):
     """
 
     name: str
-    dims: tuple[int, ...] = Field(min_length=1)
-    num_chips: int = Field(gt=0)
-    num_devices: int = Field(gt=0)
-    num_hosts: int = Field(gt=0)
+    dims: tuple[Size, ...] = Field(min_length=1)
+    num_chips: Size
+    num_devices: int = Field(gt=0, le=2**16)
+    num_hosts: Size
     ici_links: int = Field(ge=0)
     aliases: tuple[str, ...] = ()
+
+    @field_validator("num_chips")
+    @classmethod
+    def _fill_dims(cls, chips: int, info: ValidationInfo) -> int:
+        dims = info.data.get("dims", (chips,))
+        if chips != prod(dims):
+            facts = {"dims": " x ".join(map(str, dims)), "chips": prod(dims)}
+            raise PydanticCustomError("chips", "dims {dims} are {chips} chips", facts)
+        return chips
 
 
 class Target(Frozen):
@@ -158,14 +206,15 @@ class Target(Frozen):
 
     chip: str
     platform: Literal["cpu", "tpu"]
-    devices_per_chip: Value
-    hbm_gib: Value
+    topology: Topology  # ahead of what is checked against it
+    devices_per_chip: Count
+    hbm_gib: Capacity
     hbm_reserve_gib: Value
     hbm_nameplate_gib: Value
-    hbm_gbps: Value
+    hbm_gbps: Rate
     hbm_copy: Curve
     peak_tflops: dict[str, Value]
-    vector_tflops: Value
+    vector_tflops: Rate
     gemm: Curve
     gemm_dtype: str
     rows: Rows
@@ -174,20 +223,50 @@ class Target(Frozen):
     sparse_cores: SparseCores | None = None
     tiling: Tiling
     ici: ChipLink
-    d2d: CoreLink | None = None
+    d2d: CoreLink | None = Field(default=None, validate_default=True)
     layer_overhead_us: Value
     bands: Bands
     dtypes: Dtypes
     serving: Serving
     compile_options: dict[str, str | bool]
     conflicts: tuple[str, ...] = ()
-    topology: Topology
 
-    @model_validator(mode="after")
-    def _rows_of_every_dtype(self) -> "Target":
-        if missing := sorted(self.peak_tflops.keys() - self.rows.least.keys()):
-            raise ValueError(f"rows.least lacks {', '.join(missing)}, which peak_tflops has")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_of_every_dtype(cls, data: Any) -> Any:
+        """A missing entry of rows.least becomes null, so that the message has its path."""
+        peaks, rows = (data.get("peak_tflops"), data.get("rows")) if isinstance(data, Mapping) else (None, None)
+        least = rows.get("least") if isinstance(rows, Mapping) else None
+        if not isinstance(peaks, Mapping) or not isinstance(rows, Mapping) or not isinstance(least, Mapping):
+            return data
+        return {**data, "rows": {**rows, "least": {**dict.fromkeys(peaks), **least}}}
+
+    @field_validator("devices_per_chip")
+    @classmethod
+    def _fill_chips(cls, cores: Count, info: ValidationInfo) -> Count:
+        shape = info.data.get("topology")
+        if shape and cores.value * shape.num_chips != shape.num_devices:
+            facts = {"name": shape.name, "devices": shape.num_devices, "chips": shape.num_chips}
+            text = "{name} has {devices} devices on {chips} chips, which the devices of a chip must fill"
+            raise PydanticCustomError("devices", text, facts)
+        return cores
+
+    @field_validator("gemm_dtype")
+    @classmethod
+    def _has_a_peak(cls, dtype: str, info: ValidationInfo) -> str:
+        peaks = info.data.get("peak_tflops")
+        if peaks is not None and (dtype not in peaks or not peaks[dtype].value):
+            valid = ", ".join(name for name, peak in peaks.items() if peak.value) or "none"
+            raise PydanticCustomError("gemm_dtype", "must be a dtype with a peak_tflops ({valid})", {"valid": valid})
+        return dtype
+
+    @field_validator("d2d")
+    @classmethod
+    def _devices_are_linked(cls, link: CoreLink | None, info: ValidationInfo) -> CoreLink | None:
+        cores = info.data.get("devices_per_chip")
+        if link is None and cores and cores.value > 1:
+            raise PydanticCustomError("d2d", "needed, because a chip has several devices")
+        return link
 
     @property
     def name(self) -> str:

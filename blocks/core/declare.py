@@ -140,8 +140,8 @@ class Variant:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All positive divisors, ascending; for hints."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    """All positive divisors, ascending; for hints. Above a million only those up to 1000 and what goes with them."""
+    low = [n for n in range(1, min(math.isqrt(number), 1000) + 1) if number % n == 0]
     return (*low, *(number // n for n in reversed(low) if n * n != number))
 
 

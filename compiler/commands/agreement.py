@@ -14,8 +14,8 @@ from ..plan.plan import Plan
 def disagreements(folder: Path, plan: Plan) -> list[str]:
     """Every constant of model.py that differs from plan.json, with both values."""
     try:
-        found = literals((folder / "model.py").read_text())
-    except SyntaxError as error:
+        found = literals((folder / "model.py").read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
         return [f"model.py is no Python: {error}"]
     return [
         f"{name} is {found.get(name, 'not defined')}, plan.json gives {wanted}"

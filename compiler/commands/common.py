@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -34,8 +35,18 @@ def console() -> Console:
 
 
 def print_json(document: Any) -> None:
-    """The one document of --json."""
-    print(json.dumps(document, indent=1, default=str))
+    """The one document of --json; JSON has no NaN and no infinity, they become text."""
+    print(json.dumps(_finite(document), indent=1, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def log(text: str) -> None:

@@ -7,11 +7,11 @@ a MODEL checks every program under generated/ (or -o DIR)."""
 import argparse
 from pathlib import Path
 
-from ..emit.emit import check, emit
+from ..emit.emit import check
 from ..emit.package import program_dir
 from ..plan.choose import make_plan
-from .common import add_target, add_words, add_workload, fail, log, one_name, program_folder, required
-from .programs import load_request, read_plan, same_request
+from .common import add_target, add_words, add_workload, fail, log, one_name, required
+from .programs import load_request, read_plan, same_request, write_program
 
 USAGE = "moec compile MODEL --target TARGET [--workload NAME] [-o DIR] [--standalone] [--check] [key=value ...]"
 EPILOG = """\
@@ -45,22 +45,16 @@ def run(args: argparse.Namespace) -> int:
     folder = args.out or program_dir(GENERATED, plan)
     if args.check:
         return _report(check(request.graph, plan, folder, standalone=args.standalone), f"{folder}: no drift")
-    _refuse_foreign(folder)
-    for path in emit(request.graph, plan, folder, standalone=args.standalone):
+    for path in write_program(request, plan, folder, standalone=args.standalone):
         log(f"wrote {path}")
     print(folder)
     return 0
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Emitting replaces the whole folder: it must be ours, empty or absent."""
-    if folder.is_dir() and any(folder.iterdir()) and program_folder(folder) is None:
-        fail(f"{folder} holds something that is no emitted program", "name an empty or absent folder with -o DIR")
-
-
 def _check_all(root: Path) -> int:
     """Plan every committed program again from the inputs in its plan.json and compare."""
-    plans = sorted(root.rglob("plan.json"))
+    found = (path for path in root.rglob("plan.json") if not _hidden(path.relative_to(root)))
+    plans = sorted(path for path in found if (path.parent / "model.py").is_file())
     if not plans:
         fail(f"no emitted program under {root}", "moec compile MODEL --target TARGET writes one")
     drift: list[str] = []
@@ -68,6 +62,11 @@ def _check_all(root: Path) -> int:
         request = same_request(read_plan(path.parent))
         drift += check(request.graph, make_plan(request), path.parent)
     return _report(drift, f"{root}: no drift in {len(plans)} programs")
+
+
+def _hidden(path: Path) -> bool:
+    """Folders in the making, and what a killed process left of them."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _report(drift: list[str], good: str) -> int:

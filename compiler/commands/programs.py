@@ -9,8 +9,8 @@ from typing import Any
 
 from moec.targets.target import load_target
 
-from ..emit.emit import emit
-from ..emit.package import program_dir
+from ..emit.emit import check, emit, why_not_ours
+from ..emit.package import plan_digest, program_dir
 from ..plan.choose import make_plan
 from ..plan.plan import Plan
 from ..spec.load import load
@@ -78,15 +78,31 @@ def load_request(model: str, target: str | None, workload: str | None, overrides
 def emit_cached(request: Request) -> Emitted:
     """Plan and emit into the cache."""
     plan = make_plan(request)
-    folder = program_dir(CACHE / "programs", plan)
-    emit(request.graph, plan, folder)
+    # The digest keeps programs of other overrides apart: another process may be running one of them.
+    named = program_dir(CACHE / "programs", plan)
+    folder = named.with_name(f"{named.name}_{plan_digest(plan)}")
+    if check(request.graph, plan, folder):
+        write_program(request, plan, folder)
     log(f"compiled {plan.model} for {plan.target}, workload {plan.workload}: {folder}")
     return Emitted(folder, plan, request)
 
 
+def write_program(request: Request, plan: Plan, folder: Path, *, standalone: bool = False) -> list[Path]:
+    """Emit into a folder that is absent, empty or an older program of the same model."""
+    try:
+        if reason := why_not_ours(folder, plan):
+            fail(f"{folder} {reason}", "name an empty or absent folder with -o DIR")
+        return emit(request.graph, plan, folder, standalone=standalone)
+    except OSError as error:
+        fail(f"cannot write {folder}: {error.strerror or error}", "name a folder that can be written with -o DIR")
+
+
 def read_plan(folder: Path) -> Plan:
     """The plan of an emitted program."""
-    return Plan.model_validate_json((folder / "plan.json").read_bytes())
+    try:
+        return Plan.model_validate_json((folder / "plan.json").read_bytes())
+    except ValueError:
+        fail(f"{folder}/plan.json is not the plan of this compiler", "compile the program again")
 
 
 def same_request(plan: Plan) -> Request:

@@ -9,6 +9,7 @@ skipped and says why. Exit code 1 when a check failed, or when one was asked for
 skipped. --keep-dumps keeps the compiler's dumps of --aot: the HLO before and after its passes."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.weights and not args.reference:
         fail("--weights is the checkpoint of a recorded reference", "name the recording with --reference ref.npz")
+    if not 0 <= args.tolerance < math.inf:
+        fail(f"--tolerance {args.tolerance}: must be a number of 0 or more")
     positions = _positions(args.reference) if args.reference else 0
     emitted = find_program(args.words, args.target, args.workload, positions=positions)
     checks = _chosen(args, emitted)
@@ -79,15 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positions(reference: Path) -> int:
-    """Tokens of the longest sequence of a recording (keys: compiler/verify/recorded.py)."""
-    import numpy as np
+    """Tokens of the longest sequence of a recording, which is read and checked before anything is compiled."""
+    from ..verify.recording import positions, read_reference
 
-    try:
-        with np.load(reference) as archive:
-            length = {name: archive[name].shape[-1] for name in ("ids_a", "ids_b", "gen_prompt", "gen")}
-    except (OSError, ValueError, KeyError) as error:
-        fail(f"cannot read the reference {reference}: {error}")
-    return max(length["ids_a"], length["ids_b"], length["gen_prompt"] + length["gen"])
+    return positions(read_reference(reference))
 
 
 Check = Callable[[argparse.Namespace, Emitted], "Report"]

@@ -43,7 +43,7 @@ def standalone_files(graph: Graph, plan: Plan) -> dict[str, str]:
 
 
 def _read(module: str) -> str:
-    return module_file(module).read_text()
+    return module_file(module).read_text(encoding="utf-8")
 
 
 def _is_block(module: str) -> bool:
@@ -97,7 +97,7 @@ def closure(roots: list[str]) -> list[str]:
     def visit(module: str) -> None:
         if module in order:
             return
-        tree = ast.parse(module_file(module).read_text())
+        tree = ast.parse(module_file(module).read_text(encoding="utf-8"))
         for _, target in internal_imports(tree, module):
             visit(target)
         order.append(module)

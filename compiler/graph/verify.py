@@ -16,6 +16,7 @@ from .sources import sources
 from .weights import all_weights, table_key
 
 _TABLE: KeyPath = ("model", "checkpoint", "tensors")
+_NOT_IN_NAMES = frozenset("\"'\\{}")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -26,6 +27,7 @@ def check_table(table: Checkpoint, graph: Graph, unused: Collection[str] = ()) -
     """
     weights = {table_key(graph, key): weight for key, weight in all_weights(graph).items()}
     findings: list[Finding] = []
+    findings += _check_names(table)
     if not table.prefix and any("{prefix}" in name for name in (*table.tensors, *table.ignore)):
         findings.append(Finding(_TABLE[:-1], "patterns use {prefix}, but there is no 'prefix'", "prefix: [model.]"))
     for pattern, rule in table.tensors.items():
@@ -36,6 +38,33 @@ def check_table(table: Checkpoint, graph: Graph, unused: Collection[str] = ()) -
     if missing:
         findings.append(Finding(_TABLE, f"no tensor gives {', '.join(missing)}"))
     return findings
+
+
+def _check_names(table: Checkpoint) -> Iterator[Finding]:
+    """Names of tensors and their parts go into the program as they are."""
+    top = _TABLE[:-1]
+    for part, names in (("prefix", table.prefix), ("ignore", table.ignore)):
+        for index, name in enumerate(names):
+            if wrong := _name_problem(name if part == "prefix" else name.replace("{prefix}", "")):
+                yield Finding((*top, part, index), *wrong)
+    if table.scales and (wrong := _name_problem(table.scales.suffix)):
+        yield Finding((*top, "scales", "suffix"), *wrong)
+    if table.scales and not table.scales.suffix:
+        yield Finding((*top, "scales", "suffix"), "the suffix is empty: a tensor cannot hold its own scales")
+    for pattern in table.tensors:
+        if wrong := _name_problem(_PLACEHOLDER.sub("", pattern)):
+            yield Finding((*_TABLE, pattern), *wrong, at_key=True)
+        elif not pattern or (pattern == "{prefix}" and "" in table.prefix):
+            yield Finding((*_TABLE, pattern), "the tensor's name is empty", at_key=True)
+
+
+def _name_problem(text: str) -> tuple[str, str] | None:
+    """(text, hint) when the text between placeholders has characters no tensor's name may have."""
+    odd = sorted({sign for sign in text if sign in _NOT_IN_NAMES or not (sign.isascii() and sign.isprintable())})
+    if not odd:
+        return None
+    signs = " ".join(sign if sign.isascii() else ascii(sign)[1:-1] for sign in odd)
+    return f"a tensor's name cannot hold {signs}", "printable ASCII without quotes, backslashes and stray braces"
 
 
 def _check_line(pattern: str, rule: TensorRule, weights: dict[str, Weight]) -> Iterator[Finding]:
@@ -59,6 +88,10 @@ def _check_line(pattern: str, rule: TensorRule, weights: dict[str, Weight]) -> I
             yield Finding(place, f"no weight is called '{into[index]}'", closest(into[index], weights))
     if not unknown:
         yield from _check_fit(path, into, op, weights)
+        flat = [name for name in into if len(weights[name].shape) - weights[name].stacked < 2]
+        if rule.transpose and flat:
+            text = f"only a matrix can be transposed, {flat[0]} is {list(weights[flat[0]].shape)}"
+            yield Finding((*path, "transpose"), text, "leave transpose out")
         yield from _check_placeholders(pattern, into, weights)
 
 

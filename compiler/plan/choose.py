@@ -10,6 +10,7 @@ from typing import Any
 
 from ..problems import Problem, ProblemsError
 from ..spec.schema import PlanPins, Request
+from .checks import check_placements, check_room, check_sizes
 from .dtypes import check_dtypes, resolve_dtypes
 from .evaluate import GIB, Priced, Question, Rejected, evaluate
 from .memory import BAND_PCT as MEMORY_BAND_PCT
@@ -75,6 +76,9 @@ def ask(request: Request) -> Question:
         raise ProblemsError([Problem(missing, f"planning needs a {missing}", f"name one with --{missing}")])
     dtypes = resolve_dtypes(request.graph, request.target, request.pins)
     problems = check_dtypes(request.graph, request.target, dtypes) + check_variants(request.graph, request.target)
+    problems += check_room(request.target)
+    problems += check_placements(request.graph, request.target, request.pins)
+    problems += check_sizes(request.workload, request.pins)
     if problems:
         raise ProblemsError(problems)
     return Question(request.graph, request.target, request.workload, request.pins, dtypes)
@@ -196,7 +200,7 @@ def explain_infeasible(question: Question, judged: Sequence[Judged]) -> list[Pro
     where = f"on {question.target.name}"
     return [
         Problem(path, f"{one.verdict}: {one.option.attention} with {one.option.experts} {where} {_reason(one)}", hint)
-        for one, hint in zip(closest.values(), (_nearest(judged), *[""] * len(closest)), strict=False)
+        for one, hint in zip(closest.values(), (_nearest(question, judged, left), *[""] * len(closest)), strict=False)
     ]
 
 
@@ -209,17 +213,30 @@ def _reason(one: Judged) -> str:
     return one.why if one.verdict == "HBM" else f"cannot run: {one.why}"
 
 
-def _nearest(judged: Sequence[Judged]) -> str:
-    """What would be feasible: the fastest plan without pins, or the most sequences any plan holds."""
+def _nearest(question: Question, judged: Sequence[Judged], left: Sequence[Judged]) -> str:
+    """What would be feasible: the fastest plan without pins, or the most sequences a plan within the pins holds."""
     free = [one.result for one in judged if isinstance(one.result, Priced)]
     if free:
         best = min(free, key=lambda one: one.token_seconds)
         return f"without the pins {best.option.attention} with {best.option.experts} would run"
-    short = [one for one in judged if one.verdict == "HBM"]
+    short = [one for one in left if one.verdict == "HBM"]
     if not short:
         return ""
     best_fit = min(short, key=_shortfall)
     most = int(best_fit.numbers["max_concurrency"])
     if not most:
+        return _too_large(question.pins, short)
+    fits = f"workload.concurrency={most}"
+    if question.pins.max_seqs:
+        fits = f"plan.max_seqs={most // best_fit.option.dp}"
+    return f"{fits} fits, with {best_fit.option.attention} and {best_fit.option.experts}"
+
+
+def _too_large(pins: PlanPins, short: Sequence[Judged]) -> str:
+    """What to make smaller when not one sequence per rank fits."""
+    if all(one.numbers["weights_gib"] >= one.numbers["available_gib"] for one in short):
         return "the weights alone do not fit: use more devices or smaller dtypes"
-    return f"workload.concurrency={most} fits, with {best_fit.option.attention} and {best_fit.option.experts}"
+    sizes = [text for text in _pinned_sizes(pins) if not text.startswith("plan.max_seqs")]
+    if sizes:
+        return f"the weights fit, not one sequence beside them: smaller than {', '.join(sizes)}"
+    return "the weights fit, not one sequence beside them: shorten workload.max_context or use more devices"

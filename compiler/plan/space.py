@@ -63,7 +63,7 @@ def enumerate_options(graph: Graph, num_devices: int) -> Iterator[Option]:
     """Every option in a fixed order. A tied head is placed as the embedding; one device has nothing to cut."""
     splits = factor_pairs(num_devices)
     placements: tuple[Placement, ...] = PLACEMENTS if num_devices > 1 else ("replicated",)
-    shared: tuple[Placement, ...] = placements if _has_cut(graph, "shared") else ("replicated",)
+    shared: tuple[Placement, ...] = placements if has_shared_expert(graph) else ("replicated",)
     expert_splits = splits if _has_cut(graph, "expert_ep") else ((num_devices, 1),)
     for (dp, tp), (ep, etp) in product(splits, expert_splits):
         for embed, head, where in product(placements, placements, shared):
@@ -74,6 +74,11 @@ def enumerate_options(graph: Graph, num_devices: int) -> Iterator[Option]:
 def factor_pairs(number: int) -> tuple[tuple[int, int], ...]:
     """(a, b) with a * b = number, a falling."""
     return tuple((a, number // a) for a in range(number, 0, -1) if number % a == 0)
+
+
+def has_shared_expert(graph: Graph) -> bool:
+    """Whether a block has a shared expert that can be cut."""
+    return _has_cut(graph, "shared")
 
 
 def _has_cut(graph: Graph, role: str) -> bool:

@@ -6,7 +6,8 @@ from pathlib import Path
 import moec
 from moec.targets.target import parse_name, target_names
 
-from ..problems import Problem
+from ..problems import Problem, ProblemsError
+from .limits import printable
 from .marks import Document, KeyPath, read_document
 from .suggest import closest
 
@@ -55,12 +56,22 @@ def read_inputs(model: str, target: str | None, workload: str | None) -> Inputs:
     """Find and read everything that was named."""
     given = {"model": model, "target": target, "workload": workload}
     inputs = Inputs({root for root, name in given.items() if name is not None})
+    _check_working_directory()
     _read_named(inputs, "model", model, MODELS)
     if workload is not None:
         _read_named(inputs, "workload", workload, WORKLOADS)
     if target is not None:
         _read_target(inputs, target)
     return inputs
+
+
+def _check_working_directory() -> None:
+    """Without one no relative path means anything, and Hydra cannot compose."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        text = f"the working directory cannot be used: {error.strerror}"
+        raise ProblemsError([Problem("", text, "change into one that exists", COMMAND_LINE)]) from error
 
 
 def _names(directory: Path) -> list[str]:
@@ -70,11 +81,21 @@ def _names(directory: Path) -> list[str]:
 
 def _read_named(inputs: Inputs, root: str, name: str, directory: Path) -> None:
     """A path to a YAML file, or a name under the directory."""
-    path = _file_of(name, directory)
+    if not name.isprintable():
+        text = f"'{printable(name)}' has line breaks or control characters, which no name or path here may have"
+        inputs.problems.append(Problem(root, text, "rename the file", COMMAND_LINE))
+        return
+    try:
+        path, is_folder = _file_of(name, directory), Path(name).is_dir()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = f"'{name if len(name) <= 60 else name[:57] + '...'}' cannot be looked at: {reason}"
+        inputs.problems.append(Problem(root, text, "", COMMAND_LINE))
+        return
     if path is not None:
         inputs.add(root, read_document(path, root, show_path(path)))
         return
-    if name.endswith(_SUFFIXES) or Path(name).is_dir():
+    if name.endswith(_SUFFIXES) or is_folder:
         near = closest(name.removesuffix(".yaml"), _names(directory))
         hint = near if near.startswith("did you mean") else ""
         problem = Problem(root, f"there is no file '{name}'", hint, COMMAND_LINE)

@@ -25,6 +25,7 @@ from .files import COMMAND_LINE, read_inputs
 from .files import list_models as list_models
 from .files import list_targets as list_targets
 from .files import list_workloads as list_workloads
+from .limits import MAX_DEPTH, MAX_INT, nesting, printable, uses_resolver, value_problem
 from .locate import Locator, interpolated_path
 from .marks import KeyPath, dotted, texts, under, walk
 from .overrides import ROOTS, Change, check_changes
@@ -67,8 +68,15 @@ def load(
 
 def _in_order(problems: Iterable[Problem], files: list[str]) -> list[Problem]:
     """By file in the order read, then position; the command line last."""
-    rank = {file: index for index, file in enumerate(["", *files])}
+    problems = [_clean(one) for one in problems]
+    rank = {file: index for index, file in enumerate(["", *map(printable, files)])}
     return sorted(dict.fromkeys(problems), key=lambda one: (rank.get(one.file, len(rank)), one.line, one.col, one.path))
+
+
+def _clean(problem: Problem) -> Problem:
+    """Nothing a file or argument holds may break the line or reach the terminal as a control character."""
+    path, text, hint, file = map(printable, (problem.path, problem.text, problem.hint, problem.file))
+    return replace(problem, path=path, text=text, hint=hint, file=file)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> tuple[list[Change], list[Problem]]:
@@ -78,20 +86,39 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[Change], list[Probl
     problems: list[Problem] = []
     for number, text in enumerate(overrides, 1):
         key = text.partition("=")[0].lstrip("+~")
-        try:
-            parsed = parser.parse_override(text)
-            reason = _not_accepted(parsed)
-        except HydraException as error:
-            parsed, reason = (
-                None,
-                (f"'{text}' does not parse: {first_line(error)}", "KEY=VALUE, e.g. model.hidden_size=4096"),
-            )
+        parsed, reason = _parse_override(parser, text)
         if parsed is None or reason:
             assert reason
             problems.append(Problem(key, *reason, file=COMMAND_LINE, col=number))
             continue
         changes.append(Change(number, text, _operation(parsed), parsed.key_or_group, parsed.value()))
     return changes, problems
+
+
+def _parse_override(parser: OverridesParser, text: str) -> tuple[Override | None, tuple[str, str] | None]:
+    """The override, or (text, hint) of why it is none."""
+    wrong = _text_problem(text)
+    if wrong:
+        return None, wrong
+    if text.partition("=")[0].count(".") >= MAX_DEPTH:
+        return None, (f"the key has more than {MAX_DEPTH} parts", "")
+    try:
+        parsed = parser.parse_override(text)
+        return parsed, _not_accepted(parsed)
+    except (HydraException, ValueError, RecursionError) as error:
+        if "integer string conversion" in str(error):
+            return None, ("its value holds a number that is too large", f"at most {MAX_INT}")
+        return None, (f"'{text}' does not parse: {first_line(error)}", "KEY=VALUE, e.g. model.hidden_size=4096")
+
+
+def _text_problem(text: str) -> tuple[str, str] | None:
+    """Text that may not even be parsed: brackets without end, and calls of functions."""
+    if nesting(text) > MAX_DEPTH:
+        return f"brackets nest too deeply: more than {MAX_DEPTH} levels", ""
+    if uses_resolver(text):
+        reason = "a spec must not depend on environment, clock or code"
+        return f"'{text}' calls a resolver: {reason}", "only a key can be named, e.g. ${model.hidden_size}"
+    return None
 
 
 def _operation(parsed: Override) -> Literal["set", "add", "delete"]:
@@ -106,7 +133,9 @@ def _not_accepted(parsed: Override) -> tuple[str, str] | None:
         return f"'{parsed.input_line}' is not KEY=VALUE with a dotted key", "e.g. model.hidden_size=4096"
     if parsed.is_sweep_override():
         return f"'{parsed.input_line}' is a sweep; one value is expected", "a list is written [a,b]"
-    return None
+    if parsed.is_delete() and "=" in (parsed.input_line or ""):
+        return f"'{parsed.input_line}' deletes, so it has no value", f"~{parsed.key_or_group}"
+    return value_problem(parsed.value())
 
 
 def first_line(error: Exception) -> str:
@@ -124,12 +153,14 @@ def _unparsable(data: dict[str, Any], poisoned: set[KeyPath]) -> list[Finding]:
     """Interpolations with broken syntax; their values are taken out of the document."""
     findings = []
     for path, text in [one for one in texts(data) if "${" in one[1]]:
+        wrong = _text_problem(text)
         try:
-            OmegaConf.create({"value": text})
+            if not wrong:
+                OmegaConf.create({"value": text})
         except GrammarParseError as error:
-            findings.append(
-                Finding(path, f"bad interpolation '{text}': {first_line(error)}", "e.g. ${model.hidden_size}")
-            )
+            wrong = f"bad interpolation '{text}': {first_line(error)}", "e.g. ${model.hidden_size}"
+        if wrong:
+            findings.append(Finding(path, *wrong))
             _put(data, path, _UNREADABLE)
             poisoned.add(path)
     return findings
@@ -142,12 +173,23 @@ def _unresolvable(config: DictConfig, poisoned: set[KeyPath]) -> list[Finding]:
     for path, text in [one for one in texts(document) if "${" in one[1]]:
         try:
             _resolve(config, path)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError) as error:
+            if "RecursionError" in f"{type(error).__name__} {error}":
+                findings.append(Finding(path, "references lead to references too many times", "name the first one"))
+                _give_up(config, document, poisoned)
+                return findings
             near = _near_source(text, path, document)
             findings.append(Finding(path, f"cannot resolve '{text}': {first_line(error)}", near))
             _put(config, path, _UNREADABLE)
             poisoned.add(path)
     return findings
+
+
+def _give_up(config: DictConfig, document: Any, poisoned: set[KeyPath]) -> None:
+    """Take all references out: how many of a long chain resolve depends on how full the stack is."""
+    for path, _ in [one for one in texts(document) if "${" in one[1]]:
+        _put(config, path, _UNREADABLE)
+        poisoned.add(path)
 
 
 def _resolve(config: Any, path: KeyPath) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..problems import Problem
 from .files import COMMAND_LINE
+from .limits import as_key
 from .marks import Document, KeyPath, Mark, dotted
 from .suggest import step
 from .validate import Finding
@@ -81,4 +82,4 @@ def interpolated_path(expression: str, path: KeyPath) -> KeyPath | None:
         return None
     dots = len(inner) - len(inner.lstrip("."))
     base = path[:-dots] if dots else ()
-    return (*base, *(int(key) if key.isdigit() else key for key in inner.lstrip(".").split(".")))
+    return (*base, *map(as_key, inner.lstrip(".").split(".")))

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ..problems import Problem
+from .limits import MAX_DEPTH, MAX_NODES, name_problem, number_problem
 
 Key = str | int
 KeyPath = tuple[Key, ...]
@@ -101,8 +102,19 @@ def read_document(path: Path, root: Key, shown: str) -> Document:
     if not isinstance(node, yaml.MappingNode):
         mark = node.start_mark if node else None
         return _fatal(document, root, "expected a mapping of keys to values at the top of the file", mark)
-    document.data = _Reader(document).build(node, (root,), ())
+    try:
+        document.data = _Reader(document).build(node, (root,), ())
+    except _TooMuchError as error:
+        return _fatal(document, root, str(error), error.mark)
     return document
+
+
+class _TooMuchError(Exception):
+    """The file holds more than any spec."""
+
+    def __init__(self, text: str, mark: yaml.Mark):
+        super().__init__(text)
+        self.mark = mark
 
 
 def _fatal(document: Document, root: Key, text: str, mark: yaml.Mark | None = None) -> Document:
@@ -125,9 +137,11 @@ class _Reader:
     def __init__(self, document: Document):
         self.document = document
         self.resolver = yaml.SafeLoader("")
+        self.nodes = 0
 
     def build(self, node: yaml.Node, path: KeyPath, parents: tuple[yaml.Node, ...]) -> Any:
         """The data of a node; children recurse with the node among their parents."""
+        self._count(node, len(parents))
         self.document.values[path] = self._mark(node)
         if any(parent is node for parent in parents):
             return self._poison(node, path, "an anchor cannot contain itself")
@@ -136,6 +150,14 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self.build(child, (*path, i), (*parents, node)) for i, child in enumerate(node.value)]
         return self._scalar(node, path)
+
+    def _count(self, node: yaml.Node, depth: int) -> None:
+        """Stop at what would fill the stack or, by aliases of aliases, the memory."""
+        self.nodes += 1
+        if depth > MAX_DEPTH:
+            raise _TooMuchError(f"nested too deeply: more than {MAX_DEPTH} levels", node.start_mark)
+        if self.nodes > MAX_NODES:
+            raise _TooMuchError(f"too large: more than {MAX_NODES} values, aliases included", node.start_mark)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         data: dict[str, Any] = {}
@@ -148,6 +170,9 @@ class _Reader:
                 self._poison(key_node, path, "merge keys (<<) are not part of the spec language", "repeat the keys")
                 continue
             key = key_node.value
+            if wrong := name_problem(key):
+                self._poison(key_node, path, *wrong)
+                continue
             here = (*path, key)
             if key in first:
                 before = self._mark(first[key])
@@ -170,16 +195,18 @@ class _Reader:
         if self._check_plain(node, path, "value"):
             self.document.poisoned.add(path)
             return text
+        if _INT.match(text) and (wrong := number_problem(text)):
+            return self._poison(node, path, *wrong)
         return _plain_value(text)
 
     def _check_plain(self, node: yaml.ScalarNode, path: KeyPath, what: str) -> bool:
         """True, with a problem, when YAML 1.1 reads a plain scalar as what it does not look like."""
         kind = node.tag.removeprefix(_TAG)
-        if node.style is not None or kind not in _READ_AS or not isinstance(_plain_value(node.value), str):
+        if node.style is not None or kind not in _READ_AS or not _is_text(node.value):
             return False
         meant = _read_as(node)
         text = f"plain {what} {node.value} is ambiguous: YAML 1.1 reads it as {_READ_AS[kind]} {meant}"
-        better = f"write {meant}, or " if isinstance(_plain_value(meant), int | float) else ""
+        better = f"write {meant}, or " if _is_number(meant) else ""
         self._problem(node, path, text, f"{better}quote it if you mean the text '{node.value}'")
         return True
 
@@ -209,10 +236,18 @@ def _plain_value(text: str) -> Any:
     return text
 
 
+def _is_text(text: str) -> bool:
+    return not _INT.match(text) and isinstance(_plain_value(text), str)
+
+
+def _is_number(text: str) -> bool:
+    return bool(_INT.match(text)) or isinstance(_plain_value(text), bool | float)
+
+
 def _read_as(node: yaml.ScalarNode) -> str:
     """What a YAML 1.1 reader makes of the scalar."""
     try:
         value = yaml.SafeLoader("").construct_object(node)
-    except ValueError:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    except (ValueError, OverflowError):
         return "(invalid)"
-    return str(value).lower() if isinstance(value, bool) else str(value)

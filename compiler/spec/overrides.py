@@ -9,6 +9,7 @@ from moec.targets.target import Target
 
 from ..problems import Problem
 from .files import COMMAND_LINE
+from .limits import as_key
 from .marks import KeyPath, dotted, under
 from .schema import ModelSpec, PlanPins, Workload
 from .suggest import all_paths, children, closest, closest_path, listing, step, unknown_key
@@ -60,7 +61,7 @@ def _path(key: str, data: Mapping[str, Any]) -> KeyPath:
     path: list[str | int] = []
     value: Any = data
     for part in key.split("."):
-        path.append(int(part) if part.isdigit() and isinstance(value, list) else part)
+        path.append(as_key(part) if isinstance(value, list) else part)
         value = step(value, path[-1])
     return tuple(path)
 

@@ -7,7 +7,8 @@ in semantics.py, so that every problem of a file comes in one pass.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic_core import PydanticCustomError
 
 from moec.blocks.core.declare import BlockFields, NormFields, NormOverride
 
@@ -19,11 +20,19 @@ if TYPE_CHECKING:
 SPEC_VERSION = 1
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+BlockName = Annotated[str, Field(min_length=1)]
 # YAML has lists only; strictness applies to the items.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Placement = Literal["replicated", "sharded"]
 Float = Literal["float32", "bfloat16"]
 FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
+
+
+def _integer(value: Any) -> Any:
+    """Literal compares with ==, and true and 1.0 equal 1."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("literal_error", "must be an integer")
+    return value
 
 
 _PATTERN = "[gdn, gdn, gdn, gqa] or [{mixer: gdn, ffn: moe, repeat: 3}, {mixer: gqa, ffn: moe}]"
@@ -50,8 +59,8 @@ class Override(Frozen):
 class LayerEntry(Frozen):
     """`repeat` equal layers: names of declared blocks for the two residual slots."""
 
-    mixer: str
-    ffn: str | None = None  # null = the group's ffn
+    mixer: BlockName
+    ffn: BlockName | None = None  # null = the group's ffn
     repeat: Positive = 1
     override: Override = Override()
 
@@ -61,7 +70,7 @@ class LayerGroup(Frozen):
 
     repeat: Positive = 1
     pattern: Annotated[tuple[LayerEntry, ...], Field(strict=False, min_length=1, examples=[_PATTERN])]
-    ffn: str | None = None
+    ffn: BlockName | None = None
 
     @property
     def num_layers(self) -> int:
@@ -158,7 +167,7 @@ class Checkpoint(Frozen):
 class ModelSpec(Frozen):
     """Root `model`: one architecture. max_context: the most positions it was made for."""
 
-    spec_version: Literal[1]
+    spec_version: Annotated[Literal[1], BeforeValidator(_integer)]
     name: Name
     hidden_size: Positive
     vocab_size: Positive

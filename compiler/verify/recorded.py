@@ -21,11 +21,9 @@ from moec.runtime.weights import Progress, load_weights
 
 from ..problems import Problem, ProblemsError
 from . import chunks
+from .recording import STEP_PREFILL, STEPS, check_vocab, read_reference
 from .report import Check, Frozen, Section, Status, combine, verdict
 
-REQUIRED = ("ids_a", "logits_a", "ids_b", "logits_b", "gen_prompt", "gen")
-STEP_PREFILL = 20
-STEPS = 15
 TOLERANCE = 1e-4
 SEED = 0
 
@@ -76,6 +74,7 @@ def verify_recorded(
     """Full prefill, ragged chunks, cached steps and greedy generation against the recording."""
     arrays = read_reference(reference)
     program = load_program(program_dir)
+    check_vocab(reference, arrays, program.VOCAB, program.NAME)
     mesh = mesh_on(program, list(jax.devices() if devices is None else devices))
     notes: list[str] = []
     weights = load_weights(program, mesh, weights_dir, progress, on_note=notes.append)
@@ -123,20 +122,6 @@ def cases(program: Program, arrays: Mapping[str, np.ndarray]) -> dict[str, Case]
     cuts = chunks.steps([last], chunks.largest_chunk(program, 1), STEPS)
     found["cached steps"] = (arrays["ids_b"][:, :last].tolist(), cuts, list(stepped))
     return found
-
-
-def read_reference(path: Path) -> dict[str, np.ndarray]:
-    """The recording's arrays; a file that is none is a problem of the user's."""
-    try:
-        with np.load(path) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
-        raise ProblemsError([Problem("", f"cannot read the reference {path}: {error}")]) from error
-    lacking = [name for name in REQUIRED if name not in arrays]
-    if lacking:
-        text = f"{path} lacks {', '.join(lacking)}"
-        raise ProblemsError([Problem("", text, hint=f"a recorded reference holds {', '.join(REQUIRED)}")])
-    return arrays
 
 
 def _error(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:

@@ -12,7 +12,7 @@ from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.compiler.verify import chunks, numerics
 from moec.compiler.verify.numerics import NumericsReport, compare, difference, verify_numerics
-from moec.compiler.verify.recorded import read_reference
+from moec.compiler.verify.recording import read_reference
 from moec.compiler.verify.reference import Meaning
 from moec.runtime.score import Trace
 

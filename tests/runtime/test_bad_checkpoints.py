@@ -88,6 +88,13 @@ def edit_files(folder: Path, edit: dict[str, Any]) -> None:
         (folder / edit["delete"]).unlink()
     if "write" in edit:
         (folder / edit["write"]["file"]).write_text(edit["write"]["text"])
+    if "mkdir" in edit:
+        (folder / edit["mkdir"]).mkdir()
+    if "nest" in edit:
+        (folder / edit["nest"]["file"]).write_text("[" * edit["nest"]["depth"])
+    if "append" in edit:
+        with (folder / edit["append"]["file"]).open("a") as file:
+            file.write(edit["append"]["text"])
     if "truncate" in edit:
         path = folder / edit["truncate"]["file"]
         data = path.read_bytes()

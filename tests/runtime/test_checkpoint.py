@@ -1,5 +1,6 @@
 """Reading safetensors: against the safetensors library, single files, shards with and without an index."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from moec.runtime.checkpoint import DTYPES, INDEX, Checkpoint
+from moec.runtime.errors import CheckpointError
 
 Write = Callable[[Path, list[dict[str, np.ndarray]]], Path]
 
@@ -57,3 +59,17 @@ def test_headers_alone_are_read_at_first(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.problems == () and checkpoint.tensors["big"].nbytes == 4 * count
     assert checkpoint.read("big")[-2:].tolist() == [0.0, 0.0]
+
+
+def test_what_may_not_be_read_is_told(tmp_path: Path, write_checkpoint: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, [{"one": np.ones(2, np.float32)}])
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert Checkpoint(tmp_path).problems == ("model.safetensors: cannot be read (Permission denied)",)
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be read .Permission denied."):
+        Checkpoint(tmp_path)

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moec.compiler.cli import main
+from moec.compiler.commands.common import print_json
+
 MODEL = "tiny/qwen3_5_moe"
 
 
@@ -15,6 +18,23 @@ def moec(root: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]
     """One command line, without the devices that the tests set up for themselves."""
     env = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
     return subprocess.run([sys.executable, "-m", "moec", *words], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_json_has_no_other_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), 1.5], "b": (float("inf"), {"c": -float("inf")})})
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": ["NaN", 1.5], "b": ["Infinity", {"c": "-Infinity"}]}
+
+
+def test_run_names_everything_wrong_before_it_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": "x"}')
+    words = ["run", MODEL, "--target", "cpu", "--weights", str(tmp_path), "--ids", "1,x", "--ids", "y"]
+    assert main([*words, "--top-k", str(2**40), "--temperature", "nan", "--seed", "-1", "model.no_such=1"]) == 2
+    told = capsys.readouterr().err
+    for text in ("--ids '1,x'", "--ids 'y'", "eos_token_id", "no *.safetensors", "top_k 1099511627776: must"):
+        assert text in told
+    for text in ("temperature nan: must", "seed -1: must", "model.no_such"):
+        assert text in told
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from moec.runtime.cache import allocate_state
 from moec.runtime.errors import RequestError
 from moec.runtime.generate import Completion, generate
-from moec.runtime.packing import GREEDY, LAST_SAMPLED, Row, SamplingParams, pack, place
+from moec.runtime.packing import LAST_SAMPLED, Row, pack, place
 from moec.runtime.program import Program
+from moec.runtime.sampling import GREEDY, SamplingParams
 
 Fake = tuple[Program, Mesh]
 Next = Callable[..., int]
@@ -193,8 +194,8 @@ BAD_REQUESTS = {
     "sampling": (
         {"prompts": [[1]], "max_tokens": 0, "sampling": SamplingParams(-0.5, -1, 0.0, -2)},
         [
-            "temperature -0.5: must be 0 (greedy) or above",
-            "top_k -1: must be 0 (off) or above",
+            "temperature -0.5: must be from 0 (greedy) to 3e+38",
+            "top_k -1: must be from 0 (off) to 2147483647",
             "top_p 0.0: must be above 0 and at most 1 (off)",
             "seed -2: must be from 0 to 4294967295",
             "max_tokens 0: must be at least 1",

@@ -5,7 +5,8 @@ import pytest
 
 from moec.blocks.core.batch import Bucket
 from moec.runtime.cache import PageAllocator, SlotAllocator
-from moec.runtime.packing import GREEDY, LAST_SAMPLED, Row, SamplingParams, choose_bucket, pack
+from moec.runtime.packing import LAST_SAMPLED, Row, choose_bucket, pack
+from moec.runtime.sampling import GREEDY, SamplingParams
 from moec.runtime.schedule import Limits, Rank, Running, plan_rank
 
 DECODE = Bucket(tokens_per_rank=4, seqs_per_rank=4, max_q=1, pages_per_seq=3)

@@ -51,6 +51,13 @@ def test_folders_that_are_no_program_say_why(fake_folder: Callable[[int], Path],
     assert "model.py cannot be imported: invalid syntax" in fails(folder)
 
 
+@pytest.mark.parametrize("source", ["NAME = nowhere", "raise SystemExit(0)", "NAME = '\\udcff'", "1 / 0"])
+def test_whatever_importing_raises_is_told(fake_folder: Callable[[int], Path], source: str) -> None:
+    folder = fake_folder(1)
+    (folder / "model.py").write_bytes(source.replace("\\udcff", "\udcff").encode("utf-8", "surrogateescape"))
+    assert f"{folder}: model.py cannot be imported: " in fails(folder)
+
+
 def test_the_documented_contract_is_the_one_that_is_checked(root: Path) -> None:
     text = (root / "docs" / "architecture.md").read_text()
     section = text.partition("## The contract of an emitted program")[2].partition("### The batch")[0]

@@ -14,8 +14,9 @@ from moec.compiler.plan.choose import make_plan
 from moec.compiler.spec.load import load
 from moec.runtime.cache import allocate_state
 from moec.runtime.generate import generate
-from moec.runtime.packing import GREEDY, LAST_SAMPLED, Row, SamplingParams, pack, place
+from moec.runtime.packing import LAST_SAMPLED, Row, pack, place
 from moec.runtime.program import Program, load_program
+from moec.runtime.sampling import GREEDY, SamplingParams
 from moec.runtime.weights import load_weights
 
 ORACLE = Path(__file__).parent.parent / "fixtures" / "oracles" / "qwen3_5_moe"

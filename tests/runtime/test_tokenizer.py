@@ -93,3 +93,10 @@ def test_an_unreadable_config_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"config\.json: unreadable JSON"):
         stop_ids(tmp_path)
+
+
+@pytest.mark.parametrize("ids", ["2", 2.0, True, -1, [1, "2"], {"id": 2}])
+def test_stop_ids_of_another_type_are_told(tmp_path: Path, ids: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(TokenizerError, match=r"config\.json: eos_token_id .*: must be a token id or a list of them$"):
+        stop_ids(tmp_path)

@@ -214,7 +214,7 @@ def test_regenerate_command_of_an_emitted_file_works(
     program, *again = command.split()
     assert program == "moec"
     assert run(capsys, *again, "-o", str(model.parent))[0] == 2  # a folder without model.py is not ours to replace
-    model.write_text("")
+    model.write_text(before.replace("MAX_CONTEXT", "MAX_CONTEXT_EDITED"))
     assert run(capsys, *again)[0] == 0
     assert model.read_text() == before
 

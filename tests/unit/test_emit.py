@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moec.compiler.emit import standalone
-from moec.compiler.emit.emit import check, emit
+from moec.compiler.emit.emit import check, emit, why_not_ours
 from moec.compiler.emit.package import plan_digest, program_files
 from moec.compiler.emit.view import identifier
 from moec.compiler.plan.choose import make_plan
@@ -132,6 +132,49 @@ def test_nothing_half_written(tmp_path, monkeypatch):
         emit(request.graph, plan, tmp_path / "program")
     assert {p.name: p.read_text() for p in (tmp_path / "program").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["program"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: p.write_text("precious"), "is a file"),
+        (lambda p: (p.mkdir(), (p / "thesis.tex").write_text("x")), "thesis.tex"),
+        (lambda p: (p.mkdir(), (p / "model.py").write_text("x"), (p / "plan.json").write_text("{}")), "no emitted"),
+        (lambda p: p.symlink_to(p.parent), "symbolic link"),
+    ],
+    ids=["file", "foreign file", "foreign program", "link"],
+)
+def test_what_is_not_ours_is_never_replaced(tmp_path, make, reason):
+    _, plan = planned("tiny/qwen3_5_moe", "one")
+    make(tmp_path / "program")
+    assert reason in why_not_ours(tmp_path / "program", plan)
+
+
+def test_an_older_program_of_the_same_model_may_be_replaced(tmp_path):
+    request, plan = planned("tiny/qwen3_5_moe", "one")
+    assert why_not_ours(tmp_path / "program", plan) == ""
+    emit(request.graph, plan, tmp_path / "program")
+    assert why_not_ours(tmp_path / "program", plan) == ""
+    (tmp_path / "program" / "plan.json").write_text('{"model": "other"}')
+    assert "another model, other" in why_not_ours(tmp_path / "program", plan)
+
+
+def test_an_interrupted_swap_keeps_the_old_program(tmp_path, monkeypatch):
+    request, plan = planned("tiny/qwen3_5_moe", "one")
+    emit(request.graph, plan, tmp_path / "program")
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if Path(target) == tmp_path / "program" and self.name != "old":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        emit(request.graph, plan, tmp_path / "program")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["program"]
+    assert check(request.graph, plan, tmp_path / "program") == []
 
 
 def test_standalone_imports_nothing_of_the_library():

@@ -234,6 +234,37 @@ def test_a_machine_that_is_too_small_says_what_would_fit() -> None:
     assert make_plan(request(f"workload.concurrency={most}")).traffic is not None
 
 
+@pytest.mark.parametrize(
+    ("target", "changes", "path", "said"),
+    [
+        ("cpu:8", "plan.page_size=1000000000", "plan.page_size", "workload.max_context=128 (at most 128)"),
+        ("cpu:8", "plan.max_batched_tokens=1025", "plan.max_batched_tokens", "have at most 1024 (at most 1024)"),
+        ("cpu:8", "target.hbm_gib=0.4", "target.hbm_gib", "nothing beside the runtime's 0.5 GiB"),
+        ("cpu:8", "plan.max_seqs=1000000000", "plan.max_seqs", "(plan.max_seqs=54736 fits, with DP8 and EP8)"),
+        ("cpu:8", "plan.shared_expert=sharded", "plan.shared_expert", "the model has no shared expert"),
+        ("cpu", "plan.embed=sharded", "plan.embed", "cpu is one device, nothing can be sharded"),
+        ("cpu:8", "target.hbm_gib=0.5078125 plan.max_batched_tokens=1024 plan.attention.dp=8",
+         "plan.attention.dp, plan.max_batched_tokens", "smaller than plan.max_batched_tokens=1024)"),
+    ],
+)  # fmt: skip
+def test_advice_names_the_culprit(target: str, changes: str, path: str, said: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        make_plan(request(*changes.split(), model="tiny/mixtral", target=target, workload="default"))
+    problem = caught.value.problems[0]
+    assert problem.path == path
+    assert said in str(problem)
+
+
+def test_advice_keeps_to_the_pins() -> None:
+    pinned = request("plan.attention.dp=1", "workload.concurrency=100000")
+    with pytest.raises(ProblemsError) as caught:
+        make_plan(pinned)
+    hint = caught.value.problems[0].hint
+    most = re.fullmatch(r"workload\.concurrency=(\d+) fits, with TP8 and EP\S+", hint)
+    assert most
+    make_plan(request("plan.attention.dp=1", f"workload.concurrency={most.group(1)}"))
+
+
 def test_a_pinned_step_without_room_for_prefill_is_unsupported() -> None:
     with pytest.raises(ProblemsError) as caught:
         make_plan(request("plan.max_batched_tokens=32"))
@@ -259,7 +290,7 @@ def test_a_pinned_step_that_holds_no_page_is_unsupported() -> None:
         (BIG, "tpu7x-8", "default", ("plan.attention.dp=8", "workload.osl=36"), 128, 128),
         (BIG, "tpu7x-8", "decode_512x9216", ("plan.max_batched_tokens=256",), 128, 256),
         ("tiny/qwen3_5_moe", "cpu", "default", (), 16, 128),
-        ("tiny/qwen3_5_moe", "cpu", "default", ("plan.page_size=512",), 512, 519),
+        ("tiny/qwen3_5_moe", "cpu", "default", ("plan.page_size=512", "workload.max_context=512"), 512, 519),
         ("tiny/qwen3_5_moe", "cpu", "default", ("plan.max_seqs=1", "plan.max_batched_tokens=2"), 2, 2),
     ],
 )

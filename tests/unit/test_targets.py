@@ -10,6 +10,7 @@ import pytest
 from moec.compiler.plan.choose import make_plan
 from moec.compiler.plan.cost import Machine, interpolate
 from moec.compiler.plan.plan import Plan
+from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.targets.target import (
     Curve,
@@ -183,9 +184,45 @@ def test_least_rows_are_those_jax_tiles_by(name: str) -> None:
 
 
 def test_rows_are_known_for_every_matrix_dtype(ironwood: Target) -> None:
-    rows = ironwood.rows.model_copy(update={"least": {}})
-    with pytest.raises(ValueError, match=r"rows\.least lacks bfloat16"):
+    rows = {**ironwood.rows.model_dump(), "least": {}}
+    with pytest.raises(ValueError, match=r"rows\.least\.bfloat16\n  needed, because target\.peak_tflops has"):
         with_overrides(ironwood, [("rows", rows)])
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("target.hbm_gbps=0", "hbm_gbps.value: must be greater than or equal to 0.000001, got 0"),
+        ("target.vector_tflops=0", "vector_tflops.value: must be greater"),
+        ("target.ici.gbps_per_link=0", "ici.gbps_per_link.value: must be greater"),
+        ("target.ici.all_to_all_gbps_per_link=0", "ici.all_to_all_gbps_per_link.value: must be greater"),
+        ("target.hbm_copy.points=[[1,0]]", "hbm_copy.points.0.1: must be greater"),
+        ("target.gemm.points=[[1,0]]", "gemm.points.0.1: must be greater"),
+        ("target.rows.full=0", "rows.full.value: must be greater than or equal to 1, got 0"),
+        ("target.rows.least.float32=0", "rows.least.float32.value: must be greater than or equal to 1, got 0"),
+        ("~target.rows.least.float32", "rows.least.float32: needed, because target.peak_tflops has this dtype"),
+        ("target.devices_per_chip=0", "devices_per_chip.value: must be greater"),
+        ("target.devices_per_chip=3", "devices_per_chip: cpu:8 has 8 devices on 8 chips"),
+        ("target.topology.num_chips=4", "topology.num_chips: dims 8 are 8 chips, got 4"),
+        ("target.hbm_gib=0", "hbm_gib.value: must be greater than 0, got 0"),
+        ("target.hbm_gib=inf", "hbm_gib.value: must be a finite number, got inf"),
+        ("target.hbm_gib=1e300", "hbm_gib.value: must be less than or equal to 1048576"),
+        ("target.layer_overhead_us=inf", "layer_overhead_us.value: must be a finite number"),
+        ("target.gemm_dtype=foo", "gemm_dtype: must be a dtype with a peak_tflops (float32, bfloat16), got 'foo'"),
+        ("target.dtypes.kv=foo", "dtypes.kv: got 'foo' (valid: float32, bfloat16, float8_e4m3fn)"),
+        ("target.dtypes.kv=int8", "dtypes.kv: got 'int8'"),
+    ],
+)
+def test_overrides_no_machine_could_have_are_refused_where_they_were_written(change: str, part: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load("tiny/mixtral", target="cpu:8", workload="default", overrides=[change])
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(f"<command line>:arg1: error: target.{part}")
+
+
+def test_several_devices_of_a_chip_need_a_link() -> None:
+    with pytest.raises(ProblemsError, match=r"target\.d2d: needed, because a chip has several devices"):
+        load("tiny/mixtral", target="tpu7x-8", workload="default", overrides=["~target.d2d"])
 
 
 @pytest.fixture(scope="module")
