@@ -6,7 +6,7 @@ two), a whole v6e or v5p chip, one virtual CPU device. Numbers are per device un
 key says chip.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ Kind = Literal["published", "benchmark", "compiler", "fitted", "inferred", "assu
 
 # What the blocks compute and store in, as plan.dtypes has it.
 Float = Literal["float32", "bfloat16"]
+TargetName = Annotated[str, Field(pattern=r"^[a-z0-9_]+(:[a-z0-9_]+)?$")]  # it reaches emitted text
 FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 # Coordinates of curves: what is divided by, or enters a logarithm.
@@ -175,7 +176,7 @@ class Topology(Frozen):
     connected chip; wraparound links count only where every dim is at least 4.
     """
 
-    name: str
+    name: TargetName
     dims: tuple[Size, ...] = Field(min_length=1)
     num_chips: Size
     num_devices: int = Field(gt=0, le=2**16)
@@ -204,7 +205,7 @@ class Target(Frozen):
     conflicts: where sources disagree, and which one these files follow.
     """
 
-    chip: str
+    chip: TargetName
     platform: Literal["cpu", "tpu"]
     topology: Topology  # ahead of what is checked against it
     devices_per_chip: Count
@@ -345,11 +346,6 @@ def load_target(name: str) -> Target:
     """The shipped target, without overrides (compiler/spec/load.py composes it with them)."""
     chip, topology = parse_name(name)
     return Target.model_validate({**_read(HERE / chip / "chip.yaml"), "topology": read_topologies(chip)[topology]})
-
-
-def with_overrides(target: Target, changes: Iterable[tuple[str, Any]]) -> Target:
-    """The target with top-level keys replaced."""
-    return Target.model_validate({**target.model_dump(), **dict(changes)})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 #   ("repeat", dim, size, times)   repeat each run of `size` entries `times` times (KV replication)
 Op = tuple[str | int, ...]
 
+FP8 = "float8_e4m3fn"  # the dtype of weights with block scales
 FP8_BLOCK = 128  # rows and columns under one float8 scale, as released checkpoints store them
 
 

@@ -8,7 +8,7 @@ key/value heads repeated where the tensor-parallel degree exceeds their number.
 import math
 from dataclasses import dataclass, fields
 
-from moec.blocks.core.array_info import FP8_BLOCK, ArrayInfo, Op, Source
+from moec.blocks.core.array_info import FP8, FP8_BLOCK, ArrayInfo, Op, Source
 from moec.blocks.core.declare import AXIS_ROLES, HeadCut, PagedState, SlotState, Weight
 from moec.blocks.core.work import Dtypes, itemsize
 
@@ -67,7 +67,7 @@ def expert_arrays(graph: Graph, inst: BlockInst, plan: Plan) -> dict[str, ArrayI
     found = {}
     for key, weight in declared.items():
         found[key] = _stacked(graph, f"{inst.name}.{key}", weight, cuts, plan, layers)
-        if found[key].dtype == "float8_e4m3fn":
+        if found[key].dtype == FP8:
             found[f"{key}_scale"] = _scales(found[key], key)
     return found
 

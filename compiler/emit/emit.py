@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ..graph.ir import Graph
 from ..plan.plan import Plan
-from .package import plan_digest as plan_digest
-from .package import program_dir as program_dir
 from .package import program_files, regenerate_command
 from .standalone import standalone_files
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moec.blocks.core.array_info import FP8
 from moec.blocks.core.declare import NormFields
 from moec.blocks.core.emission import Constant, Emission, Site
 from moec.blocks.registry import BLOCKS, EMITTERS
@@ -20,13 +21,12 @@ class BlockView:
     """One emitted block function: norm, call, residual add.
 
     params, returns: what the function takes and gives back beside x_TD.
-    setup, teardown: lines that unpack the pools it updates and pack them again.
+    setup: lines that unpack the pools it updates.
     """
 
     name: str
     function: str
     kind: str
-    slot: str
     doc: str
     params: str
     returns: str
@@ -176,7 +176,7 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
         ep=mesh.ep,
         etp=mesh.etp,
         shared_sharded=plan.shared_expert == "sharded",
-        scaled=plan.dtypes.expert == "float8_e4m3fn",
+        scaled=plan.dtypes.expert == FP8,
         tuning=_tuning({k[len(prefix) :]: v for k, v in plan.tuning.items() if k.startswith(prefix)}),
     )
     found = EMITTERS[inst.kind]().emit(inst.fields, site)
@@ -276,7 +276,6 @@ def _block(inst: BlockInst, graph: Graph, plan: Plan, emitted: Emission, pools: 
         name=inst.name,
         function=block_function(inst),
         kind=inst.kind,
-        slot=slot,
         doc=emitted.doc,
         params=", ".join(_params(inst, graph, pools, ("x_TD", "w"), "stack", "layer")),
         returns=", ".join(returns),

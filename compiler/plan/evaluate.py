@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from moec.blocks.core.array_info import FP8, FP8_BLOCK
 from moec.blocks.core.work import Degrees, Dtypes, Load
 from moec.targets.target import Target
 
@@ -10,8 +11,6 @@ from ..graph.ir import Graph
 from ..spec.schema import PlanPins, Workload
 from .cost import Machine, StepCost, price_step
 from .memory import (
-    FP8_BLOCK,
-    SCALED,
     TempModel,
     available_bytes,
     component_bytes,
@@ -143,7 +142,7 @@ class Rejected:
 
 def evaluate(question: Question, option: Option) -> Priced | Rejected:
     """Divisibility, mesh, step sizes, HBM, in this order; then the price."""
-    scale_block = FP8_BLOCK if question.dtypes.expert == SCALED else None
+    scale_block = FP8_BLOCK if question.dtypes.expert == FP8 else None
     if cut := indivisible(question.graph, option, scale_block):
         return Rejected(option, "INDIVISIBLE", str(cut), {"size": cut.size, "degree": cut.degree})
     mesh = mesh_of(option)

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import permutations
 from math import prod
 
-from moec.blocks.core.array_info import FP8_BLOCK
+from moec.blocks.core.array_info import FP8, FP8_BLOCK
 from moec.blocks.core.declare import AXIS_ROLES, PagedState, SlotState, Weight
 from moec.blocks.core.work import Degrees, Dtypes, Load, itemsize, touched
 from moec.blocks.embed import cost as embed_cost
@@ -21,7 +21,6 @@ from .steps import Steps
 
 # Bar of the acceptance check: planned and compiled bytes differ by at most this.
 BAND_PCT = 2.0
-SCALED = "float8_e4m3fn"
 
 Shape = tuple[int, ...]
 
@@ -121,7 +120,7 @@ def _stacked(graph: Graph, inst: BlockInst, layers: int, degrees: Degrees, dtype
             dtype = dtypes.of(weight.role)
             shape = local_shape(inst, weight.shape, weight.axes, degrees)
             yield LocalArray(f"{inst.name}.experts", (layers, *shape), dtype)
-            if dtype == SCALED:
+            if dtype == FP8:
                 scales = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
                 yield LocalArray(f"{inst.name}.scales", (layers, *scales), "float32")
 

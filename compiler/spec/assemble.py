@@ -10,7 +10,7 @@ from moec.targets.target import Target
 
 from ..graph.build import build
 from ..graph.ir import Graph
-from ..graph.verify import check_table
+from ..graph.verify import check_table, verify_graph
 from .schema import PlanPins, Request, Workload
 from .semantics import check_model, check_pins, check_workload, merge_pins
 from .validate import Finding, Parsed, parse, parse_model
@@ -47,6 +47,8 @@ def assemble(
     found.findings += check_pins(pins, origin, graph, target.topology.num_devices if target else None)
     if found.findings or spec is None or graph is None:
         return None, found.findings
+    broken = verify_graph(graph)
+    assert not broken, broken
     return Request(spec, graph, target, workload, pins, tuple(overrides), _digests(document, usable, overrides)), []
 
 

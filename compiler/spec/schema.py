@@ -11,21 +11,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 from pydantic_core import PydanticCustomError
 
 from moec.blocks.core.declare import BlockFields, NormFields, NormOverride
+from moec.targets.target import Float, FloatOrFp8, Target
 
 if TYPE_CHECKING:
-    from moec.targets.target import Target
-
     from ..graph.ir import Graph
 
-SPEC_VERSION = 1
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 BlockName = Annotated[str, Field(min_length=1)]
 # YAML has lists only; strictness applies to the items.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Placement = Literal["replicated", "sharded"]
-Float = Literal["float32", "bfloat16"]
-FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
 def _integer(value: Any) -> Any:
@@ -214,7 +210,7 @@ class Request:
 
     model: ModelSpec
     graph: "Graph"
-    target: "Target | None"
+    target: Target | None
     workload: Workload | None
     pins: PlanPins
     overrides: tuple[str, ...]

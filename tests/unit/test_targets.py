@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,6 @@ from moec.targets.target import (
     parse_name,
     read_topologies,
     target_names,
-    with_overrides,
 )
 
 GIB = 2**30
@@ -159,8 +159,13 @@ def test_gemm_curve_meets_its_points(ironwood: Target) -> None:
     assert machine.efficiency[-1][1] == pytest.approx(0.829, abs=0.0005)
 
 
+def with_overrides(target: Target, **changes: Any) -> Target:
+    """The target with top-level keys replaced."""
+    return Target.model_validate({**target.model_dump(), **changes})
+
+
 def test_a_bare_number_is_an_override() -> None:
-    changed = with_overrides(load_target("tpu7x-8"), [("hbm_gib", 192)])
+    changed = with_overrides(load_target("tpu7x-8"), hbm_gib=192)
     assert (changed.hbm_gib.value, changed.hbm_gib.kind) == (192, "override")
 
 
@@ -186,7 +191,7 @@ def test_least_rows_are_those_jax_tiles_by(name: str) -> None:
 def test_rows_are_known_for_every_matrix_dtype(ironwood: Target) -> None:
     rows = {**ironwood.rows.model_dump(), "least": {}}
     with pytest.raises(ValueError, match=r"rows\.least\.bfloat16\n  needed, because target\.peak_tflops has"):
-        with_overrides(ironwood, [("rows", rows)])
+        with_overrides(ironwood, rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +216,7 @@ def test_rows_are_known_for_every_matrix_dtype(ironwood: Target) -> None:
         ("target.gemm_dtype=foo", "gemm_dtype: must be a dtype with a peak_tflops (float32, bfloat16), got 'foo'"),
         ("target.dtypes.kv=foo", "dtypes.kv: got 'foo' (valid: float32, bfloat16, float8_e4m3fn)"),
         ("target.dtypes.kv=int8", "dtypes.kv: got 'int8'"),
+        ("""target.topology.name='a\"\"\"b'""", "topology.name: must match pattern"),
     ],
 )
 def test_overrides_no_machine_could_have_are_refused_where_they_were_written(change: str, part: str) -> None:
