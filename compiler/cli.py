@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("plan", "choose mesh, placement, dtypes and kernels, and say why"),
     "compile": Command("compile", "write the program of a model, a target and a workload"),
     "verify": Command("verify", "check a program against its plan, its references and the TPU compiler"),
+    "port": Command("port", "write a model's spec from its Hugging Face config.json"),
     "run": Command("run", "generate tokens from a checkpoint"),
 }
 

@@ -1,15 +1,16 @@
 """What loading changes: one line per kind of conversion that loses bits, so that none happens unnoticed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import ml_dtypes
 import numpy as np
 
-from moec.blocks.core.array_info import FP8_BLOCK
+from moec.blocks.core.array_info import SCALED
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Stored
 from .convert import FLOAT8
-from .resolve import Target, keeps_bits
+from .packed import EXACT_IN, side_tensors
+from .resolve import Piece, Target, keeps_bits
 
 NAMED = 4  # weights that a line names
 
@@ -17,23 +18,44 @@ NAMED = 4  # weights that a line names
 def lossy_conversions(targets: Iterable[Target], checkpoint: Checkpoint) -> list[str]:
     """`quantised to float8_e4m3fn (...): 12 tensors stored as bfloat16 (moe.w_up, moe.w_down)`, and the like."""
     found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
-    for target in targets:
-        for name in (tensor for piece in target.pieces for tensor in piece.tensors):
-            stored = checkpoint.tensors[name]
-            if keeps_bits(stored, target) or (target.scale is None and _holds(target.info.dtype, stored.dtype.name)):
-                continue
-            tensors, weights = found.setdefault((_what(target), stored.dtype.name), ({}, {}))
-            tensors[name] = weights[".".join(target.path[-2:])] = None
+    for target, piece, stored in _uses(targets, checkpoint):
+        if loss := _loss(target, piece, stored, checkpoint):
+            tensors, weights = found.setdefault(loss, ({}, {}))
+            tensors[stored.name] = weights[".".join(target.path[-2:])] = None
     return [
         f"{what}: {len(tensors)} tensor{'s' if len(tensors) > 1 else ''} stored as {dtype} ({_some(list(weights))})"
         for (what, dtype), (tensors, weights) in found.items()
     ]
 
 
-def _what(target: Target) -> str:
-    if target.scale is not None:
-        return f"quantised to {target.info.dtype} (one scale per {FP8_BLOCK} x {FP8_BLOCK} block)"
-    return f"rounded to {target.info.dtype}"
+def _uses(targets: Iterable[Target], checkpoint: Checkpoint) -> Iterator[tuple[Target, Piece, Stored]]:
+    for target in targets:
+        for piece in target.pieces:
+            for name in piece.tensors:
+                yield target, piece, checkpoint.tensors[name]
+
+
+def _loss(target: Target, piece: Piece, stored: Stored, checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """(what is done to the values, what they are stored as) when that loses bits."""
+    dtype = piece.packed or stored.dtype.name
+    if target.scale is None:
+        # Float8 comes with scales: the products are float32.
+        exact_in = EXACT_IN[piece.packed] if piece.packed else "float32" if dtype in FLOAT8 else dtype
+        return None if _holds(target.info.dtype, exact_in) else (f"rounded to {target.info.dtype}", dtype)
+    if not keeps_bits(stored, piece, target):
+        block = SCALED[target.info.dtype]
+        how = f"one scale per {block.rows} x {block.columns} block"
+        return f"quantised to {target.info.dtype} ({how})", dtype
+    return _scale_loss(target, piece, stored, checkpoint) if piece.packed else None
+
+
+def _scale_loss(target: Target, piece: Piece, stored: Stored, checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """Scales of packed values may be stored wider than the program holds them."""
+    assert target.scale is not None
+    scale = checkpoint.tensors[side_tensors(stored.name, piece.packed)["scales"]].dtype.name
+    if scale == "uint8" or _holds(target.scale.dtype, scale):
+        return None
+    return f"scales rounded to {target.scale.dtype}", f"{piece.packed} with {scale} scales"
 
 
 def _some(names: list[str]) -> str:
@@ -42,6 +64,6 @@ def _some(names: list[str]) -> str:
 
 
 def _holds(wide: str, narrow: str) -> bool:
-    """Whether one dtype has every value of the other. Float8 comes with scales: the products are float32."""
-    a, b = (ml_dtypes.finfo(np.dtype(name)) for name in (wide, "float32" if narrow in FLOAT8 else narrow))
+    """Whether one dtype has every value of the other."""
+    a, b = (ml_dtypes.finfo(np.dtype(name)) for name in (wide, narrow))
     return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)

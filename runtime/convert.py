@@ -27,14 +27,16 @@ def apply_ops(array: np.ndarray, ops: tuple[Op, ...]) -> np.ndarray:
 
 def _apply(array: np.ndarray, op: Op) -> np.ndarray:
     match op:
+        case ("stack", int(n)):
+            return array.reshape(n, array.shape[0] // n, *array.shape[1:])
         case ("slice", int(dim), int(start), int(stop)):
             return array[_along(array, dim, slice(start, stop))]
+        case ("group_slice", int(dim), int(groups), int(start), int(stop)):
+            return _group_slice(array, dim % array.ndim, groups, slice(start, stop))
         case ("stride", int(dim), int(start), int(step)):
             return array[_along(array, dim, slice(start, None, step))]
         case ("transpose",):
             return array.swapaxes(-1, -2)
-        case ("reshape", *dims):
-            return array.reshape([int(dim) for dim in dims])
         case ("repeat", int(dim), int(size), int(times)):
             return _repeat(array, dim % array.ndim, size, times)
     raise AssertionError(f"unknown op {op}")
@@ -46,6 +48,13 @@ def _along(array: np.ndarray, dim: int, part: slice) -> tuple[slice, ...]:
     return tuple(index)
 
 
+def _group_slice(array: np.ndarray, dim: int, groups: int, part: slice) -> np.ndarray:
+    """[.., groups * size, ..] -> [.., groups * piece, ..], the same piece of each group."""
+    shape = array.shape
+    runs = array.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+    return runs[_along(runs, dim + 1, part)].reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
 def _repeat(array: np.ndarray, dim: int, size: int, times: int) -> np.ndarray:
     """[.., n * size, ..] -> [.., n * times * size, ..], each run of `size` entries `times` times."""
     shape = array.shape
@@ -53,15 +62,29 @@ def _repeat(array: np.ndarray, dim: int, size: int, times: int) -> np.ndarray:
     return runs.repeat(times, axis=dim).reshape(*shape[:dim], shape[dim] * times, *shape[dim + 1 :])
 
 
-def stored_shape(wanted: tuple[int, ...], ops: tuple[Op, ...], extent: int) -> tuple[int, ...] | None:
-    """The stored shape that the ops turn into `wanted`; None when a reshape hides it.
+def extent_of(op: Op) -> int:
+    """Size of the stored dim that a slice cuts, as far as it says."""
+    match op:
+        case ("slice", int(), int(), int(stop)):
+            return stop
+        case ("group_slice", int(), int(groups), int(), int(stop)):
+            return groups * stop
+    return 0
 
-    extent: size of the stored dim that a slice cuts.
-    """
+
+def stored_rank(rank: int, ops: tuple[Op, ...]) -> int:
+    """Rank of the stored tensor that the ops turn into one of `rank`."""
+    return rank - sum(op[0] == "stack" for op in ops)
+
+
+def stored_shape(wanted: tuple[int, ...], ops: tuple[Op, ...], extent: int) -> tuple[int, ...]:
+    """The stored shape that the ops turn into `wanted`. extent: size of the stored dim that a slice cuts."""
     shape = list(wanted)
     for op in reversed(ops):
         match op:
-            case ("slice", int(dim), int(), int()):
+            case ("stack", int(n)):
+                shape = [n * shape[1], *shape[2:]]
+            case ("slice", int(dim), int(), int()) | ("group_slice", int(dim), int(), int(), int()):
                 shape[dim] = extent
             case ("stride", int(dim), int(), int(step)):
                 shape[dim] *= step
@@ -70,7 +93,7 @@ def stored_shape(wanted: tuple[int, ...], ops: tuple[Op, ...], extent: int) -> t
             case ("repeat", int(dim), int(), int(times)):
                 shape[dim] //= times
             case _:
-                return None
+                raise AssertionError(f"unknown op {op}")
     return tuple(shape)
 
 
@@ -85,11 +108,21 @@ def scale_ops(ops: tuple[Op, ...], shape: tuple[int, ...], block: tuple[int, int
     found: list[Op] = []
     for op in ops:
         match op:
+            case ("stack", int(n)) if shape[-2] // n % edges[-2] == 0:
+                found.append(op)
+                shape = (n, shape[-2] // n, shape[-1])
             case ("slice", int(dim), int(start), int(stop)) if dim in edges:
                 edge, size = edges[dim], shape[dim]
                 if start % edge or (stop % edge and stop != size):
                     return None
                 found.append(("slice", dim, start // edge, -(-stop // edge)))
+            case ("group_slice", int(dim), int(groups), int(start), int(stop)) if dim in edges:
+                edge = edges[dim]
+                if shape[dim] // groups % edge or start % edge or stop % edge:
+                    return None
+                found.append(("group_slice", dim, groups, start // edge, stop // edge))
+            case ("stride", int(dim), int(), int()) if edges.get(dim) == 1:
+                found.append(op)
             case ("transpose",):
                 edges = {-2: edges[-1], -1: edges[-2]}
                 shape = (*shape[:-2], shape[-1], shape[-2])
@@ -100,11 +133,13 @@ def scale_ops(ops: tuple[Op, ...], shape: tuple[int, ...], block: tuple[int, int
 
 
 def dequantize(q: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """[..., rows, columns] float8 times the scale of its block, float32."""
-    # 256 possible values: a table is several times faster than the cast.
+    """[..., rows, columns] in 8 or 4 bits times the scale of its block, float32."""
+    # At most 256 possible values: a table is several times faster than the cast.
     table = np.arange(256, dtype=np.uint8).view(q.dtype).astype(np.float32)
     values = table.take(q.view(np.uint8))
     along_rows = scale.astype(np.float32).repeat(block[1], -1)[..., : q.shape[-1]]
+    if block[0] == 1:
+        return np.multiply(values, along_rows, out=values)
     for i in range(scale.shape[-2]):
         values[..., i * block[0] : (i + 1) * block[0], :] *= along_rows[..., i : i + 1, :]
     return values

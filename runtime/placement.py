@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moec.blocks.core.array_info import ArrayInfo
-from moec.blocks.core.program import partition_spec
+from moec.blocks.core.program import laid_out, partition_spec
 
 from .program import Program
 
@@ -62,7 +62,7 @@ class HostFill:
 
     def __init__(self, info: ArrayInfo, sharding: NamedSharding):
         self._host: np.ndarray | None = np.empty(info.shape, jnp.dtype(info.dtype))
-        self._sharding = sharding
+        self._place = laid_out(info, sharding)
         self._stacked = bool(info.layers)
 
     def layer(self, index: int) -> np.ndarray:
@@ -74,7 +74,7 @@ class HostFill:
         """Layer `index` is filled."""
 
     def result(self) -> Array:
-        array, self._host = jax.device_put(self._host, self._sharding).block_until_ready(), None
+        array, self._host = jax.device_put(self._host, self._place).block_until_ready(), None
         drop_host_buffers()
         return array
 
@@ -83,7 +83,7 @@ class DeviceFill:
     """Allocates a stack once on the devices and writes one layer at a time into it, in place."""
 
     def __init__(self, info: ArrayInfo, sharding: NamedSharding):
-        assert info.layers, info
+        assert info.layers and not info.row_major, info
         self._shape, self._dtype = info.shape[1:], jnp.dtype(info.dtype)
         self._sharding = sharding
         self._layer_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from moec.blocks.core.array_info import ArrayInfo, Op, Source
+from moec.blocks.core.array_info import PACKED, ArrayInfo, Op, Source
 
 from .checkpoint import INDEX, Checkpoint, Stored, named
-from .convert import FLOAT8, FLOATS, scale_ops, scale_shape, squeeze, stored_shape
+from .convert import FLOAT8, FLOATS, extent_of, scale_ops, scale_shape, squeeze, stored_rank, stored_shape
+from .packed import scale_block, scale_dtypes, side_tensors, words_shape
 from .program import Program
 
 Path = tuple[str, ...]
@@ -17,11 +18,15 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """What fills one layer of a weight: one stored tensor, or one per expert (dim 0 of the layer)."""
+    """What fills one layer of a weight: one stored tensor, or one per expert (dim 0 of the layer).
+
+    packed: the format of PACKED in which the tensors hold 4-bit values.
+    """
 
     tensors: tuple[str, ...]
     ops: tuple[Op, ...]
     per_expert: bool
+    packed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,18 @@ class Target:
 
 @dataclass(frozen=True)
 class _Use:
-    """A weight's claim on a stored tensor: it must yield `wanted` after `ops`."""
+    """A weight's claim on a stored tensor: it must yield `wanted` after the piece's ops."""
 
     target: Target
-    ops: tuple[Op, ...]
-    wanted: tuple[int, ...]
+    piece: Piece
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.piece.ops
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        return layer_shape(self.target.info)[1:] if self.piece.per_expert else layer_shape(self.target.info)
 
 
 def layer_shape(info: ArrayInfo) -> tuple[int, ...]:
@@ -76,7 +88,8 @@ def resolve(program: Program, checkpoint: Checkpoint) -> tuple[tuple[Target, ...
     targets, known = [], set[str]()
     for path, info in leaves.items():
         if info.scale_of is None:
-            known |= {name for piece in _alternatives(info) for name in piece.tensors}
+            for piece in _alternatives(info):
+                known |= {*piece.tensors, *(x for name in piece.tensors for x in _beside(name, piece))}
             targets.append(_target(path, info, leaves.get(scale_path(path)), checkpoint, lost))
     told = named(checkpoint.problems)
     problems = [*checkpoint.problems, *(message for name, message in lost.items() if name not in told)]
@@ -93,9 +106,13 @@ def _alternatives(info: ArrayInfo) -> Iterator[Piece]:
 def _piece(source: Source, layer: int, info: ArrayInfo) -> Piece:
     name = source.tensor.replace("{layer}", str(layer))
     if "{expert}" not in name:
-        return Piece((name,), source.ops, per_expert=False)
-    experts = range(layer_shape(info)[0])
-    return Piece(tuple(name.replace("{expert}", str(e)) for e in experts), source.ops, per_expert=True)
+        return Piece((name,), source.ops, per_expert=False, packed=source.packed)
+    names = tuple(name.replace("{expert}", str(e)) for e in range(layer_shape(info)[0]))
+    return Piece(names, source.ops, per_expert=True, packed=source.packed)
+
+
+def _beside(name: str, piece: Piece) -> Iterable[str]:
+    return side_tensors(name, piece.packed).values()
 
 
 def _target(
@@ -136,9 +153,8 @@ def _tensor_problems(program: Program, targets: list[Target], checkpoint: Checkp
     uses = defaultdict(list)
     for target in targets:
         for piece in target.pieces:
-            wanted = layer_shape(target.info)[1:] if piece.per_expert else layer_shape(target.info)
             for name in piece.tensors:
-                uses[name].append(_Use(target, piece.ops, wanted))
+                uses[name].append(_Use(target, piece))
     found: dict[str, None] = {}
     for name, claims in uses.items():
         found.update(dict.fromkeys(_problems_of(program, checkpoint, checkpoint.tensors[name], claims)))
@@ -146,28 +162,62 @@ def _tensor_problems(program: Program, targets: list[Target], checkpoint: Checkp
 
 
 def _problems_of(program: Program, checkpoint: Checkpoint, stored: Stored, uses: list[_Use]) -> Iterator[str]:
+    if uses[0].piece.packed:
+        yield from _packed_problems(checkpoint, stored, uses, uses[0].piece.packed)
+        return
     if stored.dtype.name not in FLOATS:
         yield f"{stored.name}: stored as {stored.dtype.name}, expected a float dtype"
         return
-    shape = squeeze(stored.shape, _stored_rank(uses[0]))
+    shape = squeeze(stored.shape, stored_rank(len(uses[0].wanted), uses[0].ops))
     misfit = list(_misfits(stored, shape, uses))
     yield from misfit
     if stored.dtype.name in FLOAT8 and not misfit:
         yield from _scale_problems(program, checkpoint, stored, shape, uses)
 
 
-def _stored_rank(use: _Use) -> int:
-    """Rank before the ops: the wanted one, since only a reshape could change it."""
-    return len(use.wanted)
+def _expected(uses: list[_Use]) -> dict[tuple[int, ...], None]:
+    """The shapes that the ops of all weights together want of a tensor: one, unless the weights disagree."""
+    extent = max((extent_of(op) for use in uses for op in use.ops), default=0)
+    return dict.fromkeys(stored_shape(use.wanted, use.ops, extent) for use in uses)
 
 
 def _misfits(stored: Stored, shape: tuple[int, ...], uses: list[_Use]) -> Iterator[str]:
     """Shapes that differ from what the ops of all weights cut out of the tensor together."""
-    extent = max([int(op[3]) for use in uses for op in use.ops if op[0] == "slice"], default=0)
-    for use in uses:
-        expected = stored_shape(use.wanted, use.ops, extent)
-        if expected is not None and shape != expected:
+    for expected in _expected(uses):
+        if shape != expected:
             yield f"{stored.name}: shape {list(stored.shape)}, expected {list(expected)}"
+
+
+def _packed_problems(checkpoint: Checkpoint, stored: Stored, uses: list[_Use], packed: str) -> Iterator[str]:
+    """A packed tensor has words of its format, and scales beside it; shapes follow from those of the values."""
+    word = PACKED[packed].stored
+    if stored.dtype.name != word:
+        yield f"{stored.name}: stored as {stored.dtype.name}, expected {word} ({packed} values)"
+        return
+    for shape in _expected(uses):
+        expected = words_shape(shape, packed)
+        if stored.shape != expected:
+            yield f"{stored.name}: shape {list(stored.shape)}, expected {list(expected)} ({packed} of {list(shape)})"
+            return
+        yield from _side_problems(checkpoint, stored.name, shape, packed)
+
+
+def _side_problems(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], packed: str) -> Iterator[str]:
+    """The scales of packed values [..., out, in], and their stored shape where there is one."""
+    sides = side_tensors(name, packed)
+    scale = checkpoint.tensors.get(sides["scales"])
+    expected, dtypes = scale_shape(shape, scale_block(packed)), scale_dtypes(packed)
+    if scale is None:
+        yield f"{sides['scales']}: missing (block scales of {name}, which holds {packed} values)"
+    elif scale.dtype.name not in dtypes:
+        wanted = dtypes[0] if len(dtypes) == 1 else "a float dtype"
+        yield f"{scale.name}: stored as {scale.dtype.name}, expected {wanted} (scales of {packed} values)"
+    elif scale.shape != expected:
+        yield f"{scale.name}: shape {list(scale.shape)}, expected {list(expected)}"
+    if sides.get("shape") in checkpoint.tensors and sides["shape"] not in named(checkpoint.problems):
+        said = checkpoint.read(sides["shape"]).tolist()
+        if said != list(shape):
+            yield f"{sides['shape']}: holds {said}, expected {list(shape)}"
 
 
 def _scale_problems(
@@ -187,13 +237,14 @@ def _scale_problems(
     if squeeze(scale.shape, len(expected)) != expected and scale.shape != expected:
         yield f"{name}: shape {list(scale.shape)}, expected {list(expected)}"
     for use in uses:
-        if keeps_bits(stored, use.target) and scale_ops(use.ops, shape, program.SCALE_BLOCK) is None:
+        if keeps_bits(stored, use.piece, use.target) and scale_ops(use.ops, shape, program.SCALE_BLOCK) is None:
             yield f"{stored.name}: {use.target.label} would cut through its {program.SCALE_BLOCK} scale blocks"
 
 
-def keeps_bits(stored: Stored, target: Target) -> bool:
-    """Whether a weight takes over the stored float8 values and scales as they are."""
-    return target.scale is not None and stored.dtype.name == target.info.dtype
+def keeps_bits(stored: Stored, piece: Piece, target: Target) -> bool:
+    """Whether a weight takes over the stored float8 or 4-bit values and scales as they are."""
+    dtype = PACKED[piece.packed].dtype if piece.packed else stored.dtype.name
+    return target.scale is not None and dtype == target.info.dtype
 
 
 def _surplus(program: Program, checkpoint: Checkpoint, known: set[str]) -> list[str]:

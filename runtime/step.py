@@ -6,7 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from moec.blocks.core.program import abstract_arrays
+from moec.blocks.core.array_info import PACKED, ArrayInfo
+from moec.blocks.core.program import abstract_arrays, laid_out
 
 from .packing import Row, choose_bucket, pack, place
 from .program import Program
@@ -29,7 +30,8 @@ class Stepper:
     ):
         self._program, self._mesh = program, mesh
         self._buckets = {name: bucket for name, bucket in program.BUCKETS.items() if name in names}
-        weight_shapes, state_shapes = jax.tree.map(_shape, weights), jax.tree.map(_shape, state)
+        weight_shapes = jax.tree.map(_weight_shape, weights, program.weights())
+        state_shapes = jax.tree.map(_shape, state)
         self._compiled = {name: self._compile(name, steps[name], weight_shapes, state_shapes) for name in self._buckets}
 
     def __call__(self, weights: Any, state: Any, ranks: Sequence[Sequence[Row]]) -> Any:
@@ -46,7 +48,19 @@ class Stepper:
         """
         options = self._program.COMPILE_OPTIONS if self._mesh.devices.flat[0].platform == "tpu" else {}
         batch = abstract_arrays(self._program.batch(name), self._program.RULES, self._mesh)
-        return step.lower(weights, state, batch).compile(compiler_options=options)
+        compiled = step.lower(weights, state, batch).compile(compiler_options=options)
+        # jax 0.10.2 takes the layout of XLA:CPU's 4-bit arrays for another one than compiled steps want, and refuses
+        # them; the jitted step, which has the same executable by now, does not compare.
+        return step if not options and _has_4_bit(weights) else compiled
+
+
+def _has_4_bit(weights: Any) -> bool:
+    dtypes = {form.dtype for form in PACKED.values()}
+    return any(leaf.dtype.name in dtypes for leaf in jax.tree.leaves(weights))
+
+
+def _weight_shape(array: jax.Array, info: ArrayInfo) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=laid_out(info, array.sharding))
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

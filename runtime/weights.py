@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from moec.blocks.core.quant import quantize_on_host
 
 from .checkpoint import Checkpoint
 from .conversions import lossy_conversions
-from .convert import FLOAT8, apply_ops, copy_into, dequantize, scale_ops, squeeze
+from .convert import FLOAT8, apply_ops, copy_into, dequantize, scale_ops, squeeze, stored_rank
 from .errors import CheckpointError
+from .packed import scale_block, side_tensors, unpack, unpack_scales
 from .placement import DeviceFill, HostFill, fill_of, sharding_of
 from .program import Program
 from .resolve import Path as TreePath
@@ -40,22 +41,64 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads stored tensors with their block scales."""
+    """Reads stored tensors with their block scales. suffix, block: those of float8 tensors."""
 
     checkpoint: Checkpoint
     suffix: str | None
     block: tuple[int, int]
 
-    def values(self, name: str, rank: int) -> np.ndarray:
+    def read(self, name: str, rank: int, packed: str | None) -> "_Stored":
+        """A tensor whose values have `rank` dims."""
+        if packed:
+            scales = self.checkpoint.read(side_tensors(name, packed)["scales"])
+            return _Stored(self.checkpoint.read(name), scales, scale_block(packed), packed)
+        values = self._squeezed(name, rank)
+        if self.checkpoint.tensors[name].dtype.name not in FLOAT8:
+            return _Stored(values, None, self.block, None)
+        assert self.suffix is not None, name
+        return _Stored(values, self._squeezed(name + self.suffix, rank), self.block, None)
+
+    def _squeezed(self, name: str, rank: int) -> np.ndarray:
         view = self.checkpoint.read(name)
         return view.reshape(squeeze(view.shape, rank))
 
-    def scales(self, name: str, rank: int) -> np.ndarray | None:
-        """Block scales of a float8 tensor, None for other dtypes."""
-        if self.checkpoint.tensors[name].dtype.name not in FLOAT8:
-            return None
-        assert self.suffix is not None, name
-        return self.values(name + self.suffix, rank)
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor, or a part of its first dim, as it is stored: values or packed words, and their scales if there are.
+
+    block: (rows, columns) under one scale.
+    """
+
+    words: np.ndarray
+    scales: np.ndarray | None
+    block: tuple[int, int]
+    packed: str | None
+
+    def entry(self, index: int) -> "_Stored":
+        """One entry of the first dim."""
+        return replace(self, words=self.words[index], scales=None if self.scales is None else self.scales[index])
+
+    def stacks(self, op: Op) -> bool:
+        """Whether the op "stack" leaves every block of scales whole (packed ones are of one row)."""
+        return self.scales is None or bool(self.packed) or bool(scale_ops((op,), self.words.shape, self.block))
+
+    def stack(self, op: Op) -> "_Stored":
+        """The op "stack" on values and scales, before anything is unpacked."""
+        scales = None if self.scales is None else apply_ops(self.scales, (op,))
+        return replace(self, words=apply_ops(self.words, (op,)), scales=scales)
+
+    def unpacked(self) -> "_Stored":
+        """The same with values for words."""
+        if self.packed is None:
+            return self
+        assert self.scales is not None
+        scales = unpack_scales(self.scales, self.packed)
+        return replace(self, words=unpack(self.words, self.packed), scales=scales, packed=None)
+
+    def floats(self) -> np.ndarray:
+        """The values of an unpacked tensor, scales applied."""
+        return self.words if self.scales is None else dequantize(self.words, self.scales, self.block)
 
 
 def load_weights(
@@ -114,15 +157,15 @@ def _insert(tree: dict[str, Any], path: TreePath, array: Array) -> None:
 
 
 def _load_layer(reader: _Reader, pool: Executor, target: Target, piece: Piece, out: list[np.ndarray]) -> None:
-    """Fill one layer's buffers: [values] or [float8 values, block scales]; experts side by side."""
+    """Fill one layer's buffers: [values] or [quantised values, block scales]; experts side by side."""
     rank = len(layer_shape(target.info)) - int(piece.per_expert)
 
-    def load(part: tuple[Any, np.ndarray, np.ndarray | None]) -> None:
-        entry, values, scales = part
+    def load(part: tuple[Any, _Stored, tuple[Op, ...]]) -> None:
+        entry, stored, ops = part
         if target.scale is None:
-            copy_into(out[0][entry], apply_ops(_floats(reader, values, scales), piece.ops))
+            copy_into(out[0][entry], apply_ops(stored.unpacked().floats(), ops))
         else:
-            q, scale = _float8(reader, values, scales, piece.ops, target.info)
+            q, scale = _quantised(stored.unpacked(), ops, target.info)
             copy_into(out[0][entry], q)
             out[1][entry] = scale
 
@@ -130,39 +173,35 @@ def _load_layer(reader: _Reader, pool: Executor, target: Target, piece: Piece, o
         pass
 
 
-def _parts(reader: _Reader, piece: Piece, rank: int) -> Iterator[tuple[Any, np.ndarray, np.ndarray | None]]:
-    """(entry of the layer, stored values, their scales), one expert at a time so that temporaries stay small."""
+def _parts(reader: _Reader, piece: Piece, rank: int) -> Iterator[tuple[Any, _Stored, tuple[Op, ...]]]:
+    """(entry of the layer, what is stored, ops on it), one expert at a time so that temporaries stay small."""
     if piece.per_expert:
         for expert, name in enumerate(piece.tensors):
-            yield expert, reader.values(name, rank), reader.scales(name, rank)
+            yield expert, reader.read(name, rank, piece.packed), piece.ops
         return
-    (name,) = piece.tensors
-    values, scales = reader.values(name, rank), reader.scales(name, rank)
-    if rank != 3 or not _within_matrix(piece.ops):
-        yield ..., values, scales
+    (name,), ops = piece.tensors, piece.ops
+    stored = reader.read(name, stored_rank(rank, ops), piece.packed)
+    if ops and ops[0][0] == "stack" and stored.stacks(ops[0]):
+        stored, ops = stored.stack(ops[0]), ops[1:]
+    if rank != 3 or not _within_matrix(ops):
+        yield ..., stored, ops
         return
-    for entry in range(values.shape[0]):
-        yield entry, values[entry], None if scales is None else scales[entry]
+    for entry in range(len(stored.words)):
+        yield entry, stored.entry(entry), ops
 
 
 def _within_matrix(ops: tuple[Op, ...]) -> bool:
     """Whether the ops act on each matrix of a stack alone."""
-    return all(op[0] == "transpose" or (op[0] != "reshape" and op[1] in (-1, -2)) for op in ops)
+    return all(op[0] == "transpose" or (op[0] != "stack" and op[1] in (-1, -2)) for op in ops)
 
 
-def _floats(reader: _Reader, values: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-    return values if scales is None else dequantize(values, scales, reader.block)
-
-
-def _float8(
-    reader: _Reader, values: np.ndarray, scales: np.ndarray | None, ops: tuple[Op, ...], info: ArrayInfo
-) -> tuple[np.ndarray, np.ndarray]:
-    """(float8 values, block scales): taken over as stored, or quantised blockwise from floats."""
-    if scales is not None and values.dtype == np.dtype(info.dtype):
-        on_scales = scale_ops(ops, values.shape, reader.block)
+def _quantised(stored: _Stored, ops: tuple[Op, ...], info: ArrayInfo) -> tuple[np.ndarray, np.ndarray]:
+    """(values, block scales): taken over as stored, or quantised blockwise from floats."""
+    if stored.scales is not None and stored.words.dtype == np.dtype(info.dtype):
+        on_scales = scale_ops(ops, stored.words.shape, stored.block)
         assert on_scales is not None  # resolve refuses cuts through a block
-        return apply_ops(values, ops), apply_ops(scales, on_scales)
-    return quantize_on_host(apply_ops(_floats(reader, values, scales), ops).astype(np.float32))
+        return apply_ops(stored.words, ops), apply_ops(stored.scales, on_scales)
+    return quantize_on_host(apply_ops(stored.floats(), ops).astype(np.float32), info.dtype)
 
 
 __all__ = ["Checkpoint", "OnNote", "Progress", "load_weights"]

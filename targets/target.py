@@ -27,6 +27,7 @@ Kind = Literal["published", "benchmark", "compiler", "fitted", "inferred", "assu
 Float = Literal["float32", "bfloat16"]
 TargetName = Annotated[str, Field(pattern=r"^[a-z0-9_]+(:[a-z0-9_]+)?$")]  # it reaches emitted text
 FloatOrFp8 = Literal["float32", "bfloat16", "float8_e4m3fn"]
+ExpertFloat = Literal["float32", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int4"]
 
 # Coordinates of curves: what is divided by, or enters a logarithm.
 Above = Annotated[float, Field(ge=1e-6, le=1e15, allow_inf_nan=False)]
@@ -142,12 +143,14 @@ class Tiling(Frozen):
 
 
 class Dtypes(Frozen):
-    """Default dtypes and why. scaled_expert: experts whose checkpoint carries block scales."""
+    """Default dtypes and why. scaled_expert: experts whose checkpoint carries block scales; packed_expert:
+    those whose checkpoint packs 4-bit values ("stored": in these)."""
 
     activation: Float
     weight: FloatOrFp8
-    expert: FloatOrFp8
-    scaled_expert: FloatOrFp8
+    expert: ExpertFloat
+    scaled_expert: ExpertFloat
+    packed_expert: ExpertFloat | Literal["stored"]
     kv: FloatOrFp8
     state: Float
     conv: Float

@@ -1,7 +1,8 @@
 """Grouped-query attention: declared fields, weights, cache, legal cuts and variants.
 
-Semantics: ref.py. Sources: GQA (arXiv:2305.13245), RoPE (arXiv:2104.09864), per-head
-query/key norm and sigmoid output gate as in Hugging Face transformers 5.24.
+Semantics: ref.py. Sources: GQA (arXiv:2305.13245), RoPE (arXiv:2104.09864), sinks (arXiv:2309.17453),
+query temperature (arXiv:2501.19399), window, chunks, query/key norms and gates as in Hugging Face
+transformers 5.24.
 """
 
 from typing import Literal
@@ -9,7 +10,9 @@ from typing import Literal
 from pydantic import Field
 
 from ..core.declare import (
+    AxisRole,
     BlockFields,
+    Declared,
     FieldProblem,
     HeadCut,
     ModelDims,
@@ -20,35 +23,74 @@ from ..core.declare import (
     Weight,
     divisors,
 )
+from ..core.rope_fields import RopeFields, check_rope
 
 
-class Rope(BlockFields):
-    """Rotary embedding on the first `dim` dims of each head. pairing: half = (i, i+dim/2), interleaved = (2i, 2i+1)."""
+class Bias(Declared):
+    """Which projections have a bias: queries, keys and values; the output."""
 
-    dim: int = Field(gt=0)
-    theta: float = Field(gt=0)
-    pairing: Literal["half", "interleaved"] = "half"
+    qkv: bool = False
+    out: bool = False
+
+
+class Temperature(Declared):
+    """Queries grow with their position: times 1 + scale * ln(1 + floor((position + offset) / floor))."""
+
+    floor: int = Field(gt=0)
+    scale: float = Field(gt=0)
+    offset: int = Field(default=0, ge=0)
+
+
+class OutputGate(Declared):
+    """Each head's output times the activation of a gate: one value per element of it, or one per head.
+
+    stored: fused = w_q's columns are [query, gate] head by head; own = a matrix w_g.
+    """
+
+    activation: Literal["sigmoid", "softplus"]
+    per: Literal["element", "head"] = "element"
+    stored: Literal["fused", "own"] = "fused"
 
 
 class Fields(BlockFields):
     """num_q_heads query heads share num_kv_heads key/value heads of head_dim each.
 
-    rope: null = no positional encoding. qk_norm: "head" = RMS norm of every query and key
-    head before rope; norm: what that norm changes of the model's default. output_gate:
-    "sigmoid" = q_proj also yields a gate per head and dim.
+    v_head_dim: dims of a value head, null = head_dim.
+
+    rope: null = no positional encoding. qk_norm: RMS norm of queries and keys, "head": each head, "full": all
+    heads together, "l2": each head, without gain. v_norm: "head" = RMS norm of each value head, without gain.
+    norm: what these norms change of the model's default. keys_as_values: values are the keys before norm and
+    rope. clip_qkv: queries, keys and values are clipped to this size, before rope.
+    window: keys a query sees at most, itself included; chunk: it sees those of its own chunk of positions.
+    sinks: a learned logit per head in the softmax's denominator. softcap: scores s become softcap * tanh(s / softcap).
+    scale: factor of the scores, null = head_dim^-1/2. value_scale: factor of the values.
     """
 
     kind: Literal["attention"]
     num_q_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
-    rope: Rope | None = None
-    qk_norm: Literal["none", "head"] = "none"
+    v_head_dim: int | None = Field(default=None, gt=0)
+    rope: RopeFields | None = None
+    qk_norm: Literal["none", "head", "full", "l2"] = "none"
+    qk_norm_place: Literal["before_rope", "after_rope"] = "before_rope"
+    v_norm: Literal["none", "head"] = "none"
     norm: NormOverride = NormOverride()
-    output_gate: Literal["none", "sigmoid"] = "none"
+    bias: Bias = Bias()
+    keys_as_values: bool = False
+    clip_qkv: float | None = Field(default=None, gt=0)
+    window: int | None = Field(default=None, gt=0)
+    chunk: int | None = Field(default=None, gt=0)
+    sinks: bool = False
+    softcap: float | None = Field(default=None, gt=0)
+    scale: float | None = Field(default=None, gt=0)
+    value_scale: float = Field(default=1.0, gt=0)
+    temperature: Temperature | None = None
+    output_gate: OutputGate | None = None
 
 
 SLOT = "mixer"
+AXES: dict[str, AxisRole] = {"q_heads": "attention_tp", "kv_heads": "attention_tp"}
 
 VARIANTS = (
     Variant(
@@ -61,8 +103,8 @@ VARIANTS = (
 
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
-    """Head counts must divide; rope must fit in the head; a norm that nothing uses is refused."""
-    problems = []
+    """Head counts must divide, rope must fit in the head, and what has no effect is refused."""
+    problems = [*check_rope(fields.rope, fields.head_dim), *_check_norms(fields, dims)]
     if fields.num_q_heads % fields.num_kv_heads:
         problems.append(
             FieldProblem(
@@ -71,41 +113,95 @@ def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
                 f"valid: {', '.join(map(str, divisors(fields.num_q_heads)))}",
             )
         )
-    if fields.rope and (fields.rope.dim > fields.head_dim or fields.rope.dim % 2):
-        problems.append(
-            FieldProblem(
-                ("rope", "dim"),
-                f"rope dim {fields.rope.dim} must be even and at most head_dim {fields.head_dim}",
-            )
-        )
-    if fields.qk_norm == "none" and fields.norm != NormOverride():
-        problems.append(
-            FieldProblem(("norm",), "norm has no effect with qk_norm 'none'", "set qk_norm: head, or remove norm")
-        )
+    if fields.window is not None and fields.chunk is not None:
+        problems.append(FieldProblem(("chunk",), "window and chunk exclude each other", "remove one of them"))
+    if fields.keys_as_values and value_dim(fields) != fields.head_dim:
+        text = f"keys of {fields.head_dim} dims cannot be values of {fields.v_head_dim}"
+        problems.append(FieldProblem(("v_head_dim",), text, "remove v_head_dim, or keys_as_values"))
     return problems
 
 
+def _check_norms(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
+    problems = []
+    if fields.qk_norm_place == "after_rope" and (fields.qk_norm == "none" or fields.rope is None):
+        text = "qk_norm_place has no effect without qk_norm and rope"
+        problems.append(FieldProblem(("qk_norm_place",), text, "remove it"))
+    if fields.qk_norm == "none" and fields.v_norm == "none":
+        if fields.norm != NormOverride():
+            text = "norm has no effect with qk_norm 'none'"
+            problems.append(FieldProblem(("norm",), text, "set qk_norm: head, or remove norm"))
+        return problems
+    norm = fields.norm.resolve(dims.norm)
+    if norm.kind != "rms" or norm.bias:
+        text = "query, key and value norms are RMS norms without bias"
+        problems.append(FieldProblem(("norm",), text, "set norm: {kind: rms, bias: false}"))
+    if not has_gains(fields) and fields.norm.zero_centered is not None:
+        text = "zero_centered has no effect on a norm without gain"
+        problems.append(FieldProblem(("norm", "zero_centered"), text, "remove it"))
+    return problems
+
+
+def value_dim(fields: Fields) -> int:
+    """Dims of a value head."""
+    return fields.v_head_dim or fields.head_dim
+
+
+def gate_width(fields: Fields) -> int:
+    """Gate values per head and token; 0 without a gate."""
+    if fields.output_gate is None:
+        return 0
+    return 1 if fields.output_gate.per == "head" else value_dim(fields)
+
+
+def has_gains(fields: Fields) -> bool:
+    """Whether the query/key norm has weights."""
+    return fields.qk_norm in ("head", "full")
+
+
+def reach(fields: Fields) -> int | None:
+    """The most keys a query sees, itself included; None = all."""
+    return fields.window or fields.chunk
+
+
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
-    """Projections [in, out]; w_q holds [query | gate] per head when the output is gated."""
-    hidden, head = dims.hidden_size, fields.head_dim
-    q_width = fields.num_q_heads * head
-    kv_width = fields.num_kv_heads * head
-    gate = 2 if fields.output_gate == "sigmoid" else 1
+    """Projections [in, out]; w_q holds [query | gate] per head when the gate is fused."""
+    hidden, gate = dims.hidden_size, fields.output_gate
+    q_width = fields.num_q_heads * (fields.head_dim + (gate_width(fields) if gate and gate.stored == "fused" else 0))
+    widths = {"q": (q_width, "q_heads"), "k": (fields.num_kv_heads * fields.head_dim, "kv_heads")}
+    if not fields.keys_as_values:
+        widths["v"] = (fields.num_kv_heads * value_dim(fields), "kv_heads")
     found = {
-        "w_q": Weight((hidden, q_width * gate), (None, "q_heads"), "linear", linear=True),
-        "w_k": Weight((hidden, kv_width), (None, "kv_heads"), "linear", linear=True),
-        "w_v": Weight((hidden, kv_width), (None, "kv_heads"), "linear", linear=True),
-        "w_o": Weight((q_width, hidden), ("q_heads", None), "linear", linear=True),
+        f"w_{name}": Weight((hidden, wide), (None, ax), "linear", linear=True) for name, (wide, ax) in widths.items()
     }
-    if fields.qk_norm == "head":
-        found["q_norm"] = Weight((head,), (None,), "gain", init="gain")
-        found["k_norm"] = Weight((head,), (None,), "gain", init="gain")
+    out_width = fields.num_q_heads * value_dim(fields)
+    found["w_o"] = Weight((out_width, hidden), ("q_heads", None), "linear", linear=True)
+    if gate and gate.stored == "own":
+        g_width = fields.num_q_heads * gate_width(fields)
+        found["w_g"] = Weight((hidden, g_width), (None, "q_heads"), "linear", linear=True)
+    if fields.bias.qkv:
+        found |= {f"b_{name}": Weight((wide,), (ax,), "gain", init="bias") for name, (wide, ax) in widths.items()}
+    if fields.bias.out:
+        found["b_o"] = Weight((hidden,), (None,), "gain", init="bias")
+    if has_gains(fields):
+        found |= _gains(fields)
+    if fields.sinks:
+        found["sinks"] = Weight((fields.num_q_heads,), ("q_heads",), "gain", init="bias")
     return found
+
+
+def _gains(fields: Fields) -> dict[str, Weight]:
+    if fields.qk_norm == "head":
+        return {name: Weight((fields.head_dim,), (None,), "gain", init="gain") for name in ("q_norm", "k_norm")}
+    return {
+        "q_norm": Weight((fields.num_q_heads * fields.head_dim,), ("q_heads",), "gain", init="gain"),
+        "k_norm": Weight((fields.num_kv_heads * fields.head_dim,), ("kv_heads",), "gain", init="gain"),
+    }
 
 
 def state(fields: Fields, dims: ModelDims) -> tuple[PagedState | SlotState, ...]:
     """One cached row per token: all key heads, then all value heads."""
-    return (PagedState((2 * fields.num_kv_heads * fields.head_dim,), ("kv_heads",)),)
+    width = fields.num_kv_heads * (fields.head_dim + value_dim(fields))
+    return (PagedState((width,), ("kv_heads",), window=reach(fields)),)
 
 
 def cuts(fields: Fields) -> tuple[HeadCut, ...]:

@@ -1,33 +1,75 @@
 """What an attention block adds to an emitted program."""
 
 from ..core.emission import Constant, Emission, Site, share, sum_over_heads
-from .block import Fields, Rope
-
-# Without positional encoding nothing is rotated; pairing and theta then have no effect.
-NO_ROPE_DIM = 0
+from ..core.rope_fields import rope_imports, rope_text
+from .block import Fields, has_gains, value_dim
 
 
 def emit(fields: Fields, site: Site) -> Emission:
-    """Constants and call of grouped-query attention under the site's cut."""
-    norm = fields.norm.resolve(site.dims.norm)
+    """Constants and call of grouped-query attention under the site's cut; only options in use are written."""
     imports, combine = sum_over_heads(site)
-    rope = fields.rope or Rope(dim=2, theta=1.0)
-    call = {
-        "name": site.name,
-        "p": site.prefix,
-        "rope_theta": repr(rope.theta),
-        "rope_pairing": rope.pairing,
-        "qk_norm_eps": repr(norm.eps if fields.qk_norm == "head" else None),
-        "zero_centered": norm.zero_centered,
-        "output_gate": fields.output_gate == "sigmoid",
-        "combine": combine,
-    }
+    if fields.bias.out:
+        combine = (*combine, f'y_TD = y_TD + w["{site.name}"]["b_o"].astype(y_TD.dtype)')
+    values = f" ({value_dim(fields)} for values)" if value_dim(fields) != fields.head_dim else ""
+    heads = f"{fields.num_q_heads} query heads on {fields.num_kv_heads} key/value heads of {fields.head_dim}{values}"
     return Emission(
-        imports=((site.module, "attention"), *imports),
+        imports=((site.module, "attention"), *rope_imports(fields.rope), *imports),
         constants=_constants(fields, site),
-        doc=f"{fields.num_q_heads} query heads on {fields.num_kv_heads} key/value heads of {fields.head_dim}.",
-        fields=call,
+        doc=f"{heads}{_scope(fields)}.",
+        fields={"name": site.name, "p": site.prefix, "options": _options(fields, site), "combine": combine},
     )
+
+
+def _scope(fields: Fields) -> str:
+    if fields.window is not None:
+        return f", {fields.window} keys back"
+    return f", within chunks of {fields.chunk}" if fields.chunk is not None else ""
+
+
+def _options(fields: Fields, site: Site) -> tuple[str, ...]:
+    """Keyword lines of the call, in the order of its signature."""
+    p, scale = site.prefix, f"{site.prefix}_HEAD_DIM**-0.5" if fields.scale is None else repr(fields.scale)
+    lines = {
+        f"v_head_dim={p}_V_HEAD_DIM": value_dim(fields) != fields.head_dim,
+        f"rope={p}_ROPE": fields.rope is not None,
+        **_norm_options(fields, site),
+        "qkv_bias=True": fields.bias.qkv,
+        "keys_as_values=True": fields.keys_as_values,
+        f"clip_qkv={fields.clip_qkv!r}": fields.clip_qkv is not None,
+        f"window={p}_WINDOW": fields.window is not None,
+        f"chunk={p}_CHUNK": fields.chunk is not None,
+        "sinks=True": fields.sinks,
+        f"softcap={fields.softcap!r}": fields.softcap is not None,
+        f"scale={scale}": True,
+        f"value_scale={fields.value_scale!r}": fields.value_scale != 1,
+        f"temperature={p}_TEMPERATURE": fields.temperature is not None,
+        **_gate_options(fields),
+        "sum_axes=TENSOR": sums_over_heads(fields, site.tp),
+    }
+    return tuple(line for line, used in lines.items() if used)
+
+
+def _norm_options(fields: Fields, site: Site) -> dict[str, bool]:
+    norm, normed = fields.norm.resolve(site.dims.norm), fields.qk_norm != "none" or fields.v_norm != "none"
+    return {
+        f'qk_norm="{fields.qk_norm}"': fields.qk_norm != "none",
+        f'qk_norm_place="{fields.qk_norm_place}"': fields.qk_norm_place == "after_rope",
+        "v_norm=True": fields.v_norm == "head",
+        f"norm_eps={norm.eps!r}": normed,
+        "norm_zero_centered=True": has_gains(fields) and norm.zero_centered,
+    }
+
+
+def _gate_options(fields: Fields) -> dict[str, bool]:
+    gate = fields.output_gate
+    if gate is None:
+        return {}
+    return {f'output_gate="{gate.activation}"': True, 'gate_stored="own"': gate.stored == "own"}
+
+
+def sums_over_heads(fields: Fields, tp: int) -> bool:
+    """Whether a norm over all heads has to be summed over devices."""
+    return fields.qk_norm == "full" and tp > 1
 
 
 def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
@@ -40,11 +82,23 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         Constant(f"{name}_Q_HEADS", q_heads, q_reason),
         Constant(f"{name}_KV_HEADS", kv_heads, kv_reason),
         Constant(f"{name}_HEAD_DIM", str(fields.head_dim), "dims per head"),
-        Constant(
-            f"{name}_ROPE_DIM",
-            str(fields.rope.dim if fields.rope else NO_ROPE_DIM),
-            "rotated dims of each head" if fields.rope else "no positional encoding",
-        ),
+        *_option_constants(fields, name),
         Constant(f"{name}_Q_BLOCK", str(site.tuning["q_block"]), "tokens of a row per prefill work item, at most"),
         Constant(f"{name}_KV_BLOCK", str(site.tuning["kv_block"]), "cached keys such an item reads at once"),
     )
+
+
+def _option_constants(fields: Fields, name: str) -> tuple[Constant, ...]:
+    found = []
+    if value_dim(fields) != fields.head_dim:
+        found.append(Constant(f"{name}_V_HEAD_DIM", str(value_dim(fields)), "dims per value head"))
+    if fields.rope is not None:
+        found.append(Constant(f"{name}_ROPE", rope_text(fields.rope), "rotary embedding of queries and keys"))
+    if fields.window is not None:
+        found.append(Constant(f"{name}_WINDOW", str(fields.window), "keys a query sees at most, itself included"))
+    if fields.chunk is not None:
+        found.append(Constant(f"{name}_CHUNK", str(fields.chunk), "a query sees the keys of its chunk of positions"))
+    if (warm := fields.temperature) is not None:
+        reason = "floor, scale, offset: queries times 1 + scale * ln(1 + (position + offset) // floor)"
+        found.append(Constant(f"{name}_TEMPERATURE", f"({warm.floor}, {warm.scale!r}, {warm.offset})", reason))
+    return tuple(found)

@@ -1,14 +1,16 @@
 """Attention over a paged cache in plain XLA: online softmax, one page per row at a time.
 
 Legend: T tokens, S rows, P pages per row, D hidden, N q heads, G kv heads, M queries per kv
-head (N/G of one token, or of every token of a block), H head_dim, C = 2*G*H (one cached token:
-all key heads, then all value heads), K keys at hand, B tokens per block, L attention layers.
+head (N/G of one token, or of every token of a block), H head_dim, V v_head_dim, C = G*(H+V) (one
+cached token: all key heads, then all value heads), K keys at hand, B tokens per block, L attention
+layers.
 
 The pool is only read here: writing it inside a layer scan makes XLA keep a second pool. Each
 layer attends to the old pages and to this step's own keys and returns its new cache rows;
 core/paged.py writes all layers' rows once after the scan, in place when the pool is donated.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -16,14 +18,29 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.batch import Batch, Rows
-from ..core.norm import rms_norm
-from ..core.rope import rope
+from ..core.rope_spec import Rope
+from .project import AttnTokenRules, attn_gated, attn_linear, attn_project
 
 # Below any real score, and exp(_ATTN_MASKED - real) is exactly 0. Not -inf: (-inf) - (-inf) is NaN.
 _ATTN_MASKED = -1e30
 
-# Online softmax (arXiv:1805.02867): running maximum and sum [S, G, M], weighted values [S, G, M, H]; float32.
+# Online softmax (arXiv:1805.02867): running maximum and sum [S, G, M], weighted values [S, G, M, V]; float32.
 _AttnState = tuple[Array, Array, Array]
+
+
+@dataclass(frozen=True)
+class _AttnScoreRules:
+    """How queries meet keys: the options of attention that are the same for every head."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+    chunk: int | None
+
+    @property
+    def reach(self) -> int | None:
+        """The most keys a query sees, itself included; None = all."""
+        return self.window or self.chunk
 
 
 def attention(
@@ -38,57 +55,68 @@ def attention(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    rope_dim: int,
-    rope_theta: float,
-    rope_pairing: Literal["half", "interleaved"],
-    qk_norm_eps: float | None,
-    qk_norm_zero_centered: bool,
-    output_gate: bool,
+    v_head_dim: int | None = None,
+    rope: Rope | None = None,
+    qk_norm: Literal["none", "head", "full", "l2"] = "none",
+    qk_norm_place: Literal["before_rope", "after_rope"] = "before_rope",
+    v_norm: bool = False,
+    norm_eps: float = 1e-6,
+    norm_zero_centered: bool = False,
+    qkv_bias: bool = False,
+    keys_as_values: bool = False,
+    clip_qkv: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: bool = False,
+    softcap: float | None = None,
     scale: float,
+    value_scale: float = 1.0,
+    temperature: tuple[int, float, int] | None = None,
+    output_gate: Literal["sigmoid", "softplus"] | None = None,
+    gate_stored: Literal["fused", "own"] = "fused",
+    sum_axes: tuple[str, ...] = (),
     q_block: int,
     kv_block: int,
     max_q: int,
 ) -> tuple[Array, Array]:
     """Causal attention of every row over its cached pages and its own tokens.
 
-    kv_pool [L*num_pages, page_size, C] (read only), pool_layer may be traced. Heads are the
-    local ones. rope_dim 0 = no rope, qk_norm_eps None = no query/key norm. q_block: tokens of a
+    kv_pool [L*num_pages, page_size, C] (read only), pool_layer may be traced. Heads are the local ones.
+    qk_norm, v_norm, keys_as_values, clip_qkv, window, chunk, sinks, softcap: as block.py has them.
+    temperature: (floor, scale, offset). A gate has one value per element or per head, as its weight is wide.
+    sum_axes: mesh axes that cut the heads; only qk_norm "full" needs them. q_block: tokens of a
     row per prefill work item, kv_block: cached keys such an item reads at once (whole pages, at
     least two). max_q: the longest row this bucket may hold; 1 leaves the prefill path out of the
     program.
-    Returns out [T, D] in h's dtype, partial over tensor parallelism, and the new cache rows
-    [T, C] in the pool's dtype. Own keys and values are rounded to the pool's dtype before use,
+    Returns out [T, D] in h's dtype, partial over tensor parallelism and without b_o, and the new cache
+    rows [T, C] in the pool's dtype. Own keys and values are rounded to the pool's dtype before use,
     so that a token gives the same result whether its history came from this step or the cache.
     """
     T, N, G, H = h_TD.shape[0], num_q_heads, num_kv_heads, head_dim
-    q_TNX = _attn_linear(h_TD, w["w_q"]).reshape(T, N, 2 * H if output_gate else H)  # gated: [query | gate] per head
-    q_TNH, k_TGH = q_TNX[..., :H], _attn_linear(h_TD, w["w_k"]).reshape(T, G, H)
-    if qk_norm_eps is not None:
-        q_TNH = rms_norm(q_TNH, w["q_norm"], eps=qk_norm_eps, zero_centered=qk_norm_zero_centered)
-        k_TGH = rms_norm(k_TGH, w["k_norm"], eps=qk_norm_eps, zero_centered=qk_norm_zero_centered)
-    q_TNH = rope(q_TNH, batch.positions, dim=rope_dim, theta=rope_theta, pairing=rope_pairing)
-    k_TGH = rope(k_TGH, batch.positions, dim=rope_dim, theta=rope_theta, pairing=rope_pairing)
-    new_TC = jnp.concatenate([k_TGH.reshape(T, G * H), _attn_linear(h_TD, w["w_v"])], axis=-1)
-    new_TC = _attn_round(new_TC, kv_pool.dtype)
+    assert kv_pool.shape[2] == G * (H + (v_head_dim or H)), (kv_pool.shape, G, H, v_head_dim)
+    tokens = AttnTokenRules(
+        num_q_heads=N, num_kv_heads=G, head_dim=H, rope=rope, qk_norm=qk_norm, qk_norm_place=qk_norm_place,
+        v_norm=v_norm, norm_eps=norm_eps, norm_zero_centered=norm_zero_centered, qkv_bias=qkv_bias,
+        keys_as_values=keys_as_values, clip_qkv=clip_qkv, value_scale=value_scale, temperature=temperature,
+        output_gate=output_gate, gate_stored=gate_stored, sum_axes=sum_axes,
+    )  # fmt: skip
+    q_TNH, k_TF, v_TF, gate_TNX = attn_project(h_TD, w, batch.positions, tokens)
+    new_TC = _attn_round(jnp.concatenate([k_TF, v_TF], axis=-1), kv_pool.dtype)
 
+    rules = _AttnScoreRules(scale, softcap, window, chunk)
+    sink_GM = w["sinks"].astype(jnp.float32).reshape(G, N // G) if sinks else None
     pages_SP = batch.page_table + pool_layer * num_pages
     q_TGMH = q_TNH.reshape(T, G, N // G, H)
-    out_TGMH = _attn_decode(q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, scale=scale)
+    out_TGMV = _attn_decode(q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, rules, sink_GM)
     if max_q > 1:
-        out_TGMH = _attn_prefill(
-            out_TGMH, q_TGMH, new_TC, kv_pool, pages_SP, batch, rows,
-            scale=scale, q_block=min(q_block, max_q), kv_block=kv_block,
+        out_TGMV = _attn_prefill(
+            out_TGMV, q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, rules, sink_GM,
+            q_block=min(q_block, max_q), kv_block=kv_block,
         )  # fmt: skip
-    out_TNH = out_TGMH.reshape(T, N, H)
-    if output_gate:
-        gate_TNH = lax.logistic(q_TNX[..., H:].astype(jnp.float32))
-        out_TNH = (out_TNH.astype(jnp.float32) * gate_TNH).astype(h_TD.dtype)
-    return _attn_linear(out_TNH.reshape(T, N * H), w["w_o"]), new_TC
-
-
-def _attn_linear(x: Array, w: Array) -> Array:
-    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
-    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    out_TNV = out_TGMV.reshape(T, N, -1)
+    if output_gate is not None and gate_TNX is not None:
+        out_TNV = attn_gated(out_TNV, gate_TNX, output_gate)
+    return attn_linear(out_TNV.reshape(T, -1), w["w_o"]), new_TC
 
 
 def _attn_round(x: Array, dtype: jnp.dtype) -> Array:
@@ -97,40 +125,83 @@ def _attn_round(x: Array, dtype: jnp.dtype) -> Array:
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
-def _attn_start(S: int, G: int, M: int, H: int) -> _AttnState:
-    """The online softmax of no keys."""
+def _attn_start(S: int, G: int, M: int, V: int, sink_GM: Array | None) -> _AttnState:
+    """The online softmax of no keys, or of a sink: a key without value whose score is the sink."""
     zero_SGM = jnp.zeros((S, G, M), jnp.float32)
-    return zero_SGM + _ATTN_MASKED, zero_SGM, jnp.zeros((S, G, M, H), jnp.float32)
+    acc_SGMV = jnp.zeros((S, G, M, V), jnp.float32)
+    if sink_GM is None:
+        return zero_SGM + _ATTN_MASKED, zero_SGM, acc_SGMV
+    return zero_SGM + sink_GM, zero_SGM + 1, acc_SGMV
 
 
-def _attn_add(state: _AttnState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, scale: float) -> _AttnState:
+def _attn_oldest(position: Array, rules: _AttnScoreRules) -> Array:
+    """The first position that a query at `position` sees."""
+    if rules.window is not None:
+        return jnp.maximum(position - rules.window + 1, 0)
+    if rules.chunk is not None:
+        return position // rules.chunk * rules.chunk
+    return jnp.zeros_like(position)
+
+
+def _attn_skip(
+    pages_SP: Array, cached_S: Array, oldest_S: Array, page_size: int, rules: _AttnScoreRules
+) -> tuple[Array, Array, Array]:
+    """Each row without the pages before its oldest key: its pages [S, W], cached tokens [S], tokens left out [S].
+
+    W is as many pages as the cached keys in reach can touch. Without a reach nothing is left out.
+    """
+    if rules.reach is None:
+        return pages_SP, cached_S, jnp.zeros_like(cached_S)
+    P, first_S = pages_SP.shape[1], oldest_S // page_size
+    width = min(P, (rules.reach - 2) // page_size + 2)  # reach - 1 keys, the first anywhere in its page
+    index_SW = jnp.minimum(first_S[:, None] + jnp.arange(width), P - 1)
+    skipped_S = first_S * page_size
+    return jnp.take_along_axis(pages_SP, index_SW, axis=1), jnp.maximum(cached_S - skipped_S, 0), skipped_S
+
+
+def _attn_parts(kv_SKC: Array, G: int, H: int) -> tuple[Array, Array]:
+    """Keys [S, K, G, H] and values [S, K, G, V] of cache rows."""
+    S, K, C = kv_SKC.shape
+    if C == 2 * G * H:
+        kv_SKYGH = kv_SKC.reshape(S, K, 2, G, H)
+        return kv_SKYGH[:, :, 0], kv_SKYGH[:, :, 1]
+    return kv_SKC[..., : G * H].reshape(S, K, G, H), kv_SKC[..., G * H :].reshape(S, K, G, -1)
+
+
+def _attn_score(score: Array, rules: _AttnScoreRules) -> Array:
+    """Products of queries and keys to softmax logits."""
+    if rules.softcap is None:
+        return score * rules.scale
+    return rules.softcap * jnp.tanh(score * (rules.scale / rules.softcap))
+
+
+def _attn_add(state: _AttnState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, rules: _AttnScoreRules) -> _AttnState:
     """Fold K more keys into the online softmax; seen_SMK may have M = 1 (all queries alike).
 
-    Every query must see a key in the first call, so that the maximum is real from then on.
+    Every query must see a key in the first call, so that the maximum is real from then on (a sink is real too).
     Queries or a cache in float32 ask for float32 products: HIGHEST, since TPU's default would
     narrow them to bfloat16 (for a float32 pool: by a bfloat16 copy of the whole of it).
     """
     top, total, acc = state
-    (S, G, _, H), K = q_SGMH.shape, kv_SKC.shape[1]
     dtype = jnp.float32 if jnp.float32 in (q_SGMH.dtype, kv_SKC.dtype) else q_SGMH.dtype
     dot = partial(
         jnp.einsum,
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    kv_SKYGH = kv_SKC.astype(dtype).reshape(S, K, 2, G, H)
+    k_SKGH, v_SKGV = _attn_parts(kv_SKC.astype(dtype), q_SGMH.shape[1], q_SGMH.shape[3])
     # Unseen values are cleared, not only weighted by 0: a reused page may hold another request's NaN.
-    v_SKGH = jnp.where(seen_SMK.any(axis=1)[:, :, None, None], kv_SKYGH[:, :, 1], 0)
-    score = dot("sgmh,skgh->sgmk", q_SGMH.astype(dtype), kv_SKYGH[:, :, 0])
-    score = jnp.where(seen_SMK[:, None], score * scale, _ATTN_MASKED)
+    v_SKGV = jnp.where(seen_SMK.any(axis=1)[:, :, None, None], v_SKGV, 0)
+    score = dot("sgmh,skgh->sgmk", q_SGMH.astype(dtype), k_SKGH)
+    score = jnp.where(seen_SMK[:, None], _attn_score(score, rules), _ATTN_MASKED)
     new_top = jnp.maximum(top, score.max(axis=-1))
     p, keep = jnp.exp(score - new_top[..., None]), jnp.exp(top - new_top)
-    values = dot("sgmk,skgh->sgmh", p.astype(dtype), v_SKGH)
+    values = dot("sgmk,skgv->sgmv", p.astype(dtype), v_SKGV)
     return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + values
 
 
-def _attn_read(kv_pool: Array, pages_SP: Array, cached_S: Array, step: Array, span: int) -> tuple[Array, Array]:
-    """Pages step*span ... of every row: cache rows [S, K, C] and which of them hold cached tokens [S, K].
+def _attn_read(kv_pool: Array, pages_SP: Array, cached_S: Array, step: Array, span: int) -> tuple[Array, Array, Array]:
+    """Pages step*span ... of every row: cache rows [S, K, C], their indices [K], which hold cached tokens [S, K].
 
     Pages past a row's end are read from the pool's first page. S*span must be at least 2: XLA
     turns a gather of one page into a slice, and then lays the whole pool out as the matmul
@@ -141,77 +212,91 @@ def _attn_read(kv_pool: Array, pages_SP: Array, cached_S: Array, step: Array, sp
     index_X = step * span + jnp.arange(span)
     pages_SX = jnp.where(index_X * page_size < cached_S[:, None], pages_SP[:, jnp.minimum(index_X, P - 1)], 0)
     kv_SKC = kv_pool[pages_SX].reshape(S, span * page_size, C)
-    return kv_SKC, step * span * page_size + jnp.arange(span * page_size) < cached_S[:, None]
+    key_K = step * span * page_size + jnp.arange(span * page_size)
+    return kv_SKC, key_K, key_K < cached_S[:, None]
 
 
 def _attn_decode(
-    q_TGMH: Array, new_TC: Array, kv_pool: Array, pages_SP: Array, batch: Batch, rows: Rows, *, scale: float
-) -> Array:
-    """The decode rows, all at once (token s belongs to row s); zeros for other tokens. [T, G, M, H].
-
-    The loop runs to the longest decode row and gathers one page per row, so that temporaries
-    are S pages whatever the context.
-    """
-    (T, G, M, H), page_size = q_TGMH.shape, kv_pool.shape[1]
-    S = min(T, pages_SP.shape[0])
-    is_decode_S = (jnp.arange(S) < batch.distribution[0]) & rows.valid[:S]
-    cached_S = jnp.where(is_decode_S, rows.start[:S], 0)
-    q_SGMH = q_TGMH[:S]
-
-    span = 2 if S == 1 else 1  # pages of a row per step (see _attn_read)
-
-    def add_pages(step: Array, state: _AttnState) -> _AttnState:
-        kv_SKC, seen_SK = _attn_read(kv_pool, pages_SP[:S], cached_S, step, span)
-        return _attn_add(state, q_SGMH, kv_SKC, seen_SK[:, None], scale)
-
-    own = _attn_add(_attn_start(S, G, M, H), q_SGMH, new_TC[:S, None], jnp.ones((S, 1, 1), bool), scale)
-    num_steps = (cached_S.max() + span * page_size - 1) // (span * page_size)
-    _, total, acc = lax.fori_loop(0, num_steps, add_pages, own)
-    out_SGMH = jnp.where(is_decode_S[:, None, None, None], acc / total[..., None], 0)
-    return jnp.pad(out_SGMH.astype(q_TGMH.dtype), ((0, T - S), (0, 0), (0, 0), (0, 0)))
-
-
-def _attn_prefill(
-    out_TGMH: Array,
     q_TGMH: Array,
     new_TC: Array,
     kv_pool: Array,
     pages_SP: Array,
     batch: Batch,
     rows: Rows,
+    rules: _AttnScoreRules,
+    sink_GM: Array | None,
+) -> Array:
+    """The decode rows, all at once (token s belongs to row s); zeros for other tokens. [T, G, M, V].
+
+    The loop runs to the longest decode row, or the longest reach, and gathers one page per row, so that
+    temporaries are S pages whatever the context.
+    """
+    (T, G, M, H), (_, page_size, C) = q_TGMH.shape, kv_pool.shape
+    S = min(T, pages_SP.shape[0])
+    is_decode_S = (jnp.arange(S) < batch.distribution[0]) & rows.valid[:S]
+    oldest_S = _attn_oldest(rows.start[:S], rules)
+    pages_SP, cached_S, skipped_S = _attn_skip(pages_SP[:S], rows.start[:S], oldest_S, page_size, rules)
+    cached_S = jnp.where(is_decode_S, cached_S, 0)
+    q_SGMH = q_TGMH[:S]
+
+    span = 2 if S == 1 else 1  # pages of a row per step (see _attn_read)
+
+    def add_pages(step: Array, state: _AttnState) -> _AttnState:
+        kv_SKC, key_K, seen_SK = _attn_read(kv_pool, pages_SP, cached_S, step, span)
+        if rules.reach is not None:
+            seen_SK &= key_K >= (oldest_S - skipped_S)[:, None]
+        return _attn_add(state, q_SGMH, kv_SKC, seen_SK[:, None], rules)
+
+    start = _attn_start(S, G, M, C // G - H, sink_GM)
+    own = _attn_add(start, q_SGMH, new_TC[:S, None], jnp.ones((S, 1, 1), bool), rules)
+    num_steps = (cached_S.max() + span * page_size - 1) // (span * page_size)
+    _, total, acc = lax.fori_loop(0, num_steps, add_pages, own)
+    out_SGMV = jnp.where(is_decode_S[:, None, None, None], acc / total[..., None], 0)
+    return jnp.pad(out_SGMV.astype(q_TGMH.dtype), ((0, T - S), (0, 0), (0, 0), (0, 0)))
+
+
+def _attn_prefill(
+    out_TGMV: Array,
+    q_TGMH: Array,
+    new_TC: Array,
+    kv_pool: Array,
+    pages_SP: Array,
+    batch: Batch,
+    rows: Rows,
+    rules: _AttnScoreRules,
+    sink_GM: Array | None,
     *,
-    scale: float,
     q_block: int,
     kv_block: int,
 ) -> Array:
-    """The prefill rows' tokens into out_TGMH; work items (row, block of tokens) in a loop.
+    """The prefill rows' tokens into out_TGMV; work items (row, block of tokens) in a loop.
 
     All trip counts are dynamic: a step with few prefill tokens runs few iterations.
     """
     T, B = q_TGMH.shape[0], q_block
     # B tokens of padding: the last block of the last row is then sliced whole.
-    q_TGMH, new_TC, out_TGMH = (
-        jnp.pad(x, ((0, B),) + ((0, 0),) * (x.ndim - 1)) for x in (q_TGMH, new_TC, out_TGMH)
+    q_TGMH, new_TC, out_TGMV = (
+        jnp.pad(x, ((0, B),) + ((0, 0),) * (x.ndim - 1)) for x in (q_TGMH, new_TC, out_TGMV)
     )  # fmt: skip
 
-    def add_row(s: Array, out_TGMH: Array) -> Array:
+    def add_row(s: Array, out_TGMV: Array) -> Array:
         first, q_len, start = batch.cu_q[s], rows.q_len[s], rows.start[s]
 
-        def add_block(b: Array, out_TGMH: Array) -> Array:
+        def add_block(b: Array, out_TGMV: Array) -> Array:
             q_BGMH = lax.dynamic_slice_in_dim(q_TGMH, first + b * B, B)
-            done_BGMH = _attn_block(
-                q_BGMH, new_TC, kv_pool, pages_SP[s],
-                first=first, index=b, q_len=q_len, start=start, scale=scale, kv_block=kv_block,
+            done_BGMV = _attn_block(
+                q_BGMH, new_TC, kv_pool, pages_SP[s], rules, sink_GM,
+                first=first, index=b, q_len=q_len, start=start, kv_block=kv_block,
             )  # fmt: skip
             mine_B = (b * B + jnp.arange(B) < q_len)[:, None, None, None]
-            old_BGMH = lax.dynamic_slice_in_dim(out_TGMH, first + b * B, B)
+            old_BGMV = lax.dynamic_slice_in_dim(out_TGMV, first + b * B, B)
             return lax.dynamic_update_slice_in_dim(
-                out_TGMH, jnp.where(mine_B, done_BGMH, old_BGMH), first + b * B, 0
+                out_TGMV, jnp.where(mine_B, done_BGMV, old_BGMV), first + b * B, 0
             )  # fmt: skip
 
-        return lax.fori_loop(0, (q_len + B - 1) // B, add_block, out_TGMH)
+        return lax.fori_loop(0, (q_len + B - 1) // B, add_block, out_TGMV)
 
-    return lax.fori_loop(batch.distribution[0], batch.distribution[1], add_row, out_TGMH)[:T]
+    return lax.fori_loop(batch.distribution[0], batch.distribution[1], add_row, out_TGMV)[:T]
 
 
 def _attn_block(
@@ -219,39 +304,55 @@ def _attn_block(
     new_TC: Array,
     kv_pool: Array,
     pages_P: Array,
+    rules: _AttnScoreRules,
+    sink_GM: Array | None,
     *,
     first: Array,
     index: Array,
     q_len: Array,
     start: Array,
-    scale: float,
     kv_block: int,
 ) -> Array:
     """Block `index` of one row: over the row's keys of this step, then over its `start` cached ones.
 
-    first: the row's first token, q_len: its tokens in this step.
+    first: the row's first token, q_len: its tokens in this step. Keys before the oldest one that the
+    block's first query sees are left out of both.
     """
     assert kv_block % kv_pool.shape[1] == 0, (kv_block, kv_pool.shape)
-    (B, G, M, H), page_size = q_BGMH.shape, kv_pool.shape[1]
+    (B, G, M, H), (_, page_size, C) = q_BGMH.shape, kv_pool.shape
     q_1GMH = q_BGMH.transpose(1, 0, 2, 3).reshape(1, G, B * M, H)
-    token_B, span = jnp.arange(B), kv_block // page_size  # pages per step (see _attn_read)
+    token_B = jnp.arange(B)
+    oldest_B = _attn_oldest(start + index * B + token_B, rules)
+    pages_1P, cached_1, skipped_1 = _attn_skip(pages_P[None], start[None], oldest_B[:1], page_size, rules)
+    span = kv_block // page_size  # pages per step (see _attn_read)
+    if rules.reach is not None:
+        span = min(span, max(pages_1P.shape[1], 2))
 
     def add_own(j: Array, state: _AttnState) -> _AttnState:
         kv_1BC = lax.dynamic_slice_in_dim(new_TC, first + j * B, B)[None]
         key_B, query_B = j * B + token_B, index * B + token_B
         seen_BB = (key_B <= query_B[:, None]) & (key_B < q_len)
-        return _attn_add(state, q_1GMH, kv_1BC, jnp.repeat(seen_BB, M, axis=0)[None], scale)
+        if rules.reach is not None:
+            seen_BB &= start + key_B >= oldest_B[:, None]
+        return _attn_add(state, q_1GMH, kv_1BC, jnp.repeat(seen_BB, M, axis=0)[None], rules)
 
     def add_pages(step: Array, state: _AttnState) -> _AttnState:
-        kv_1KC, seen_1K = _attn_read(kv_pool, pages_P[None], start[None], step, span)
-        return _attn_add(state, q_1GMH, kv_1KC, seen_1K[:, None], scale)
+        kv_1KC, key_K, seen_1K = _attn_read(kv_pool, pages_1P, cached_1, step, span)
+        seen_1MK = seen_1K[:, None]
+        if rules.reach is not None:
+            seen_BK = seen_1K & (key_K >= (oldest_B - skipped_1)[:, None])
+            seen_1MK = jnp.repeat(seen_BK, M, axis=0)[None]
+        return _attn_add(state, q_1GMH, kv_1KC, seen_1MK, rules)
 
+    sink_GM = None if sink_GM is None else jnp.tile(sink_GM, (1, B))
+    first_own = jnp.maximum(oldest_B[0] - start, 0) // B if rules.reach is not None else 0
     # The diagonal block first: there every query sees a key (itself).
-    state = add_own(index, _attn_start(1, G, B * M, H))
-    state = lax.fori_loop(0, index, add_own, state)
-    _, total, acc = lax.fori_loop(0, (start + span * page_size - 1) // (span * page_size), add_pages, state)
-    out_GBMH = (acc / total[..., None]).reshape(G, B, M, H)
-    return out_GBMH.transpose(1, 0, 2, 3).astype(q_BGMH.dtype)
+    state = add_own(index, _attn_start(1, G, B * M, C // G - H, sink_GM))
+    state = lax.fori_loop(first_own, index, add_own, state)
+    num_steps = (cached_1[0] + span * page_size - 1) // (span * page_size)
+    _, total, acc = lax.fori_loop(0, num_steps, add_pages, state)
+    out_GBMV = (acc / total[..., None]).reshape(G, B, M, -1)
+    return out_GBMV.transpose(1, 0, 2, 3).astype(q_BGMH.dtype)
 
 
 __all__ = ["attention"]

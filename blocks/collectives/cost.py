@@ -14,27 +14,36 @@ def sum_over_heads(dims: ModelDims, load: Load) -> tuple[Collective, ...]:
     return (Collective("combine heads", "all-reduce", TP, load.dtypes.activation, shape, what),)
 
 
-def gather_for_experts(top_k: int, dims: ModelDims, load: Load) -> tuple[Collective, ...]:
+def gather_tokens(op: str, width: int, load: Load) -> tuple[Collective, ...]:
+    """All ranks' tokens [A, width] to every device."""
+    if load.degrees.dp == 1:
+        return ()
+    shape, what = (load.gathered_tokens, width), "hidden states of all ranks"
+    return (Collective(op, "all-gather", DP, load.dtypes.activation, shape, what),)
+
+
+def gather_for_experts(top_k: int, width: int, load: Load) -> tuple[Collective, ...]:
     """All ranks' tokens to every device: hidden states, then indices and weights packed in one int32 array."""
     if load.degrees.dp == 1:
         return ()
-    rows, hidden, act = load.gathered_tokens, dims.hidden_size, load.dtypes.activation
-    return (
-        Collective("gather hidden", "all-gather", DP, act, (rows, hidden), "hidden states of all ranks"),
-        Collective(
-            "gather routing", "all-gather", DP, "int32", (rows, 2 * top_k), "expert indices and weights, packed"
-        ),
-    )
+    shape, what = (load.gathered_tokens, 2 * top_k), "expert indices and weights, packed"
+    routing = Collective("gather routing", "all-gather", DP, "int32", shape, what)
+    return (*gather_tokens("gather hidden", width, load), routing)
 
 
-def return_from_experts(dims: ModelDims, load: Load) -> tuple[Collective, ...]:
-    """Partial expert sums back to their rank, then summed over the devices of the rank."""
-    hidden, act = dims.hidden_size, load.dtypes.activation
+def return_tokens(op: str, combine: str, parts: str, width: int, load: Load) -> tuple[Collective, ...]:
+    """Partial sums [A, width] back to their rank (op), then summed over the devices of the rank (combine)."""
+    act = load.dtypes.activation
     found = []
     if load.degrees.dp > 1:
-        what = "sum over experts, back to own tokens"
-        found.append(Collective("return tokens", "reduce-scatter", DP, act, (load.gathered_tokens, hidden), what))
+        what = f"sum over {parts}, back to own tokens"
+        found.append(Collective(op, "reduce-scatter", DP, act, (load.gathered_tokens, width), what))
     if load.degrees.tp > 1:
-        what = "sum over the experts within a rank"
-        found.append(Collective("combine experts", "all-reduce", TP, act, (load.tokens, hidden), what))
+        what = f"sum over the {parts} within a rank"
+        found.append(Collective(combine, "all-reduce", TP, act, (load.tokens, width), what))
     return tuple(found)
+
+
+def return_from_experts(width: int, load: Load) -> tuple[Collective, ...]:
+    """Partial expert sums back to their rank, then summed over the devices of the rank."""
+    return return_tokens("return tokens", "combine experts", "experts", width, load)

@@ -15,41 +15,47 @@ from pydantic import BaseModel, ConfigDict, Field
 Role = Literal["linear", "expert", "embed", "head", "gain", "router", "decay"]
 
 
-# Which of the plan's degrees cuts a logical axis. An axis that is not here is never cut.
-AXIS_ROLES: dict[str, Literal["attention_dp", "attention_tp", "expert_ep", "expert_tp", "shared", "embed", "head"]] = {
-    "rank": "attention_dp",
-    "q_heads": "attention_tp",
-    "kv_heads": "attention_tp",
-    "qk_heads": "attention_tp",
-    "v_heads": "attention_tp",
-    "experts": "expert_ep",
-    "expert_intermediate": "expert_tp",
-    "shared_intermediate": "shared",
-    "embed_vocab": "embed",
-    "head_vocab": "head",
-}
+# The plan's degrees: which of them cuts a logical axis is declared beside the axis (AXES of a block).
+AxisRole = Literal["attention_dp", "attention_tp", "expert_ep", "expert_tp", "shared", "mlp", "embed", "head"]
+
+# Axes of what is in every program: ranks of the state and the batch, vocabulary matrices.
+AXES: dict[str, AxisRole] = {"rank": "attention_dp", "embed_vocab": "embed", "head_vocab": "head"}
 
 
-class BlockFields(BaseModel):
-    """Base of every block's declared fields: frozen, unknown keys refused."""
+class Declared(BaseModel):
+    """Base of everything a spec declares: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class NormFields(BlockFields):
-    """A norm as the spec declares it; blocks/core/norm.py computes it."""
+class BlockFields(Declared):
+    """Base of every block's declared fields.
 
-    kind: Literal["rms"] = "rms"
+    like: the block whose other fields this one has too, and whose checkpoint lines it shares.
+    """
+
+    like: str | None = None
+
+
+class NormFields(Declared):
+    """A norm as the spec declares it; blocks/core/norm.py computes it.
+
+    kind: rms, or layer = LayerNorm (the mean is removed too). bias: added at the end.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
     eps: float = Field(default=1e-6, gt=0)
     zero_centered: bool = False
+    bias: bool = False
 
 
-class NormOverride(BlockFields):
+class NormOverride(Declared):
     """What one norm changes of the model's default norm; null = as the default."""
 
-    kind: Literal["rms"] | None = None
+    kind: Literal["rms", "layer"] | None = None
     eps: float | None = Field(default=None, gt=0)
     zero_centered: bool | None = None
+    bias: bool | None = None
 
     def resolve(self, default: NormFields) -> NormFields:
         """The default norm with this override's fields on top."""
@@ -73,6 +79,7 @@ class Weight:
     linear: True when Hugging Face checkpoints store it transposed ([out, in]).
     stacked: True for arrays that all layers keep in one loop-invariant stack (experts).
     active_fraction: the share of the values one token uses (top_k / num_experts).
+    init: the distribution of random values: "normal", "gain", "bias", "log_decay".
     """
 
     shape: tuple[int, ...]
@@ -86,11 +93,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class PagedState:
-    """Per-token cache of one layer: shape and axes of what one token stores. A block declares at most one."""
+    """Per-token cache of one layer: shape and axes of what one token stores. A block declares at most one.
+
+    window: how many tokens a step looks back at most, its own included; None = all.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     role: Literal["kv"] = "kv"
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,7 @@ class Block(Protocol):
 
     Fields: type[BlockFields]
     SLOT: Literal["mixer", "ffn"]  # the residual slot of a layer the block fills
+    AXES: dict[str, AxisRole]  # logical axes of its weights and state -> the degree that cuts them
     VARIANTS: tuple[Variant, ...]
 
     def check(self, fields: Any, dims: ModelDims) -> list[FieldProblem]: ...

@@ -25,9 +25,10 @@ class Site:
 
     name: Python identifier of the block. module: import path of the chosen variant;
     collectives: that of the collectives.
-    dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded: the
-    shared expert is cut over the whole mesh. scaled: expert weights carry block scales.
+    dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded, mlp_sharded:
+    the shared expert, dense MLPs are cut over the whole mesh. scaled: expert weights carry block scales.
     tuning: this block's tuned values, e.g. {"chunk": 64} or {"block_rows": {"decode": 16}}.
+    layers: absolute indices of the layers with this block, in order.
     """
 
     name: str
@@ -39,8 +40,10 @@ class Site:
     ep: int
     etp: int
     shared_sharded: bool
+    mlp_sharded: bool
     scaled: bool
     tuning: dict[str, Any]
+    layers: tuple[int, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -53,13 +56,15 @@ class Emission:
     """What one block adds to the emitted program.
 
     imports: (module, name) pairs. fields: what call.j2 places; the rendered lines go from
-    `h_TD` (the normed input) to `y_TD` (added to the residual stream).
+    `h_TD` (the block's input) to `y_TD` (its output), both in the activation dtype.
+    reads_residual: the lines also read `x_TD`, the residual stream before the norm.
     """
 
     imports: tuple[tuple[str, str], ...]
     constants: tuple[Constant, ...]
     doc: str
     fields: dict[str, Any]
+    reads_residual: bool = False
 
 
 def share(total: int, degree: int, what: str, axis: str = "tp") -> tuple[str, str]:

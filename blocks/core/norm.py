@@ -1,4 +1,4 @@
-"""RMS norm (arXiv:1910.07467) with the two gain conventions checkpoints use."""
+"""RMS norm (arXiv:1910.07467) with the two gain conventions checkpoints use, and LayerNorm (arXiv:1607.06450)."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,4 +18,16 @@ def rms_norm(x: Array, w: Array, *, eps: float, zero_centered: bool) -> Array:
     return normed.astype(x.dtype) * w.astype(x.dtype)
 
 
-__all__ = ["rms_norm"]
+def layer_norm(x: Array, w: Array, bias: Array | None, *, eps: float) -> Array:
+    """(x - mean) / sqrt(variance + eps) over the last dim, times the gain, plus the bias; returns x.dtype.
+
+    x [..., H], w, bias [H]; float32 inside, rounded once as torch.nn.LayerNorm does.
+    """
+    x32 = x.astype(jnp.float32)
+    centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+    scaled = normed * w.astype(jnp.float32)
+    return (scaled if bias is None else scaled + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+__all__ = ["layer_norm", "rms_norm"]

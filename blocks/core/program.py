@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .array_info import ArrayInfo
 from .batch import Batch, Bucket, Sampling, local, ranked
@@ -41,11 +42,16 @@ def partition_specs(tree: Any, rules: Rules) -> Any:
     return jax.tree.map(lambda info: partition_spec(info, rules), tree, is_leaf=_is_info)
 
 
+def laid_out(info: ArrayInfo, sharding: Sharding) -> Sharding | Format:
+    """The sharding, with the order of dims in device memory where it is not left to the compiler."""
+    return Format(Layout(tuple(range(len(info.shape)))), sharding) if info.row_major else sharding
+
+
 def abstract_arrays(tree: Any, rules: Rules, mesh: Mesh) -> Any:
     """ShapeDtypeStructs with shardings on `mesh`, for lowering without data."""
 
     def one(info: ArrayInfo) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, partition_spec(info, rules))
+        sharding = laid_out(info, NamedSharding(mesh, partition_spec(info, rules)))
         return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype), sharding=sharding)
 
     return jax.tree.map(one, tree, is_leaf=_is_info)

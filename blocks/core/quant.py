@@ -1,8 +1,7 @@
-"""e4m3 weights with block scales: value = q * scale of its 128 x 128 block.
+"""Weights with block scales: value = q * scale of its block. The dtype of q says which block (array_info.SCALED).
 
-Legend: D rows, I columns of one matrix; leading dims are free. A scale array has
-ceil(D/128) x ceil(I/128) entries: the last block of a ragged dim is shorter.
-Checkpoints in this layout: "quant_method": "fp8", "weight_block_size": [128, 128].
+Legend: D rows, I columns of one matrix [in, out]; leading dims are free. r, c: rows and columns of a block. A
+scale array has ceil(D/r) x ceil(I/c) entries: the last block of a ragged dim is shorter.
 """
 
 import jax.numpy as jnp
@@ -11,53 +10,70 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from .array_info import FP8_BLOCK
+from .array_info import SCALED
 
-E4M3_MAX = 448.0  # largest finite value of OCP e4m3fn
-
-
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the block scales of a weight [..., D, I]."""
-    return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+# Largest magnitude a block is scaled to: that of OCP e4m3fn and e2m1fn; int4 is used symmetrically, without -8.
+LARGEST = {"float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0, "int4": 7.0}
 
 
-def expand_scales(scale: Array, rows: int, columns: int) -> Array:
-    """Repeat block scales [..., ceil(D/128), ceil(I/128)] to one per value [..., D, I]."""
+def scale_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    """Shape of the block scales of a weight [..., D, I] in `dtype`."""
+    return (*shape[:-2], *SCALED[dtype].count(*shape[-2:]))
+
+
+def expand_scales(scale: Array, rows: int, columns: int, dtype: str) -> Array:
+    """Repeat block scales [..., ceil(D/r), ceil(I/c)] to one per value [..., D, I] of a weight in `dtype`."""
     *lead, tall, wide = scale.shape
-    assert (tall, wide) == scale_shape((rows, columns)), (scale.shape, rows, columns)
+    block = SCALED[dtype]
+    assert (tall, wide) == block.count(rows, columns), (scale.shape, rows, columns)
     # Broadcast and reshape instead of repeat: XLA fuses it into the multiply that follows.
-    full = jnp.broadcast_to(scale[..., :, None, :, None], (*lead, tall, FP8_BLOCK, wide, FP8_BLOCK))
-    return full.reshape(*lead, tall * FP8_BLOCK, wide * FP8_BLOCK)[..., :rows, :columns]
+    full = jnp.broadcast_to(scale[..., :, None, :, None], (*lead, tall, block.rows, wide, block.columns))
+    return full.reshape(*lead, tall * block.rows, wide * block.columns)[..., :rows, :columns]
 
 
 def dequantize_blocks(q: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """q [..., D, I] e4m3 times its block scales, multiplied in float32, rounded once to `dtype`.
+    """q [..., D, I] times its block scales, multiplied in float32, rounded once to `dtype`.
 
     bfloat16 scales and product would have the same bits when the scales are exact there,
     but then XLA:TPU no longer fuses the broadcast.
     """
-    return (q.astype(jnp.float32) * expand_scales(scale.astype(jnp.float32), *q.shape[-2:])).astype(dtype)
+    rows, columns = q.shape[-2:]
+    full = expand_scales(scale.astype(jnp.float32), rows, columns, q.dtype.name)
+    return (q.astype(jnp.float32) * full).astype(dtype)
 
 
 def dequantize_on_host(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """q [..., D, I] e4m3 times its block scales, as float32 in numpy."""
-    assert scale.shape == scale_shape(q.shape), (q.shape, scale.shape)
+    """q [..., D, I] times its block scales, as float32 in numpy."""
+    assert scale.shape == scale_shape(q.shape, q.dtype.name), (q.shape, scale.shape)
     rows, columns = q.shape[-2:]
-    full = scale.astype(np.float32).repeat(FP8_BLOCK, -2)[..., :rows, :]
-    return q.astype(np.float32) * full.repeat(FP8_BLOCK, -1)[..., :columns]
+    block = SCALED[q.dtype.name]
+    full = scale.astype(np.float32).repeat(block.rows, -2)[..., :rows, :]
+    return q.astype(np.float32) * full.repeat(block.columns, -1)[..., :columns]
 
 
-def quantize_on_host(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """w [..., D, I] -> (q e4m3, scale float32) with each block's largest magnitude at 448."""
+def quantize_on_host(w: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """w [..., D, I] -> (q in `dtype`, its block scales), each block's largest magnitude at the dtype's.
+
+    Rounds to the nearest, ties to even. A NaN makes the scale of its block, and so the block, NaN.
+    """
     *lead, rows, columns = w.shape
-    *_, tall, wide = scale_shape(w.shape)
-    padded = np.zeros((*lead, tall * FP8_BLOCK, wide * FP8_BLOCK), np.float32)
+    *_, tall, wide = scale_shape(w.shape, dtype)
+    block, largest = SCALED[dtype], LARGEST[dtype]
+    padded = np.zeros((*lead, tall * block.rows, wide * block.columns), np.float32)
     padded[..., :rows, :columns] = w
-    blocks = padded.reshape(*lead, tall, FP8_BLOCK, wide, FP8_BLOCK)
-    peak = np.abs(blocks).max(axis=(-3, -1))
-    # An all-zero block has no peak; any scale keeps its zeros.
-    scale = np.where(peak > 0, peak / E4M3_MAX, 1.0).astype(np.float32)
-    # The division may round above 448, which e4m3fn would turn into NaN.
-    q = np.clip(blocks / scale[..., :, None, :, None], -E4M3_MAX, E4M3_MAX)
-    q = q.reshape(padded.shape)[..., :rows, :columns]
-    return q.astype(ml_dtypes.float8_e4m3fn), scale
+    blocks = padded.reshape(*lead, tall, block.rows, wide, block.columns)
+    scale = (np.abs(blocks).max(axis=(-3, -1)) / largest).astype(np.dtype(SCALED[dtype].dtype))
+    # An all-zero block has no peak, and one of subnormals no scale: any scale keeps zeros.
+    scale[scale == 0] = 1
+    divided = blocks / scale.astype(np.float32)[..., :, None, :, None]
+    # Rounded scales may leave the peak above the largest value, which e4m3fn would turn into NaN.
+    q = np.clip(divided, -largest, largest).reshape(padded.shape)[..., :rows, :columns]
+    return _round_to(q, dtype), scale
+
+
+def _round_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 within the dtype's range, to the nearest value, ties to even."""
+    if dtype != "int4":
+        return values.astype(np.dtype(dtype))
+    # NaN has no integer; its block's scale is NaN already.
+    return np.rint(np.nan_to_num(values)).astype(np.int8).astype(ml_dtypes.int4)

@@ -9,23 +9,34 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from .declare import AxisRole
+
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
-_ITEMSIZE = {
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "bool": 1,
+_ITEMBITS = {
+    "float32": 32,
+    "int32": 32,
+    "uint32": 32,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+    "bool": 8,
+    "float4_e2m1fn": 4,
+    "int4": 4,
 }
 
 
+def itembits(dtype: str) -> int:
+    """Bits of one element in device memory."""
+    return _ITEMBITS[dtype]
+
+
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
-    return _ITEMSIZE[dtype]
+    """Bytes of one element of a dtype that has whole ones."""
+    size, rest = divmod(_ITEMBITS[dtype], 8)
+    assert not rest, f"{dtype} has no whole bytes"
+    return size
 
 
 def touched(num_tokens: float, fraction: float) -> float:
@@ -52,7 +63,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Degrees:
-    """By how many devices each thing is divided; embed, head and shared are 1 when replicated."""
+    """By how many devices each thing is divided; shared, mlp, embed and head are 1 when replicated."""
 
     dp: int = 1
     tp: int = 1
@@ -61,11 +72,20 @@ class Degrees:
     shared: int = 1
     embed: int = 1
     head: int = 1
+    mlp: int = 1
 
-    def of(self, role: str) -> int:
-        """Degree of a role of blocks.core.declare.AXIS_ROLES."""
-        named = {"attention_dp": self.dp, "attention_tp": self.tp, "expert_ep": self.ep, "expert_tp": self.etp}
-        return named[role] if role in named else {"shared": self.shared, "embed": self.embed, "head": self.head}[role]
+    def of(self, role: AxisRole) -> int:
+        """Degree that cuts the axes of a role."""
+        return {
+            "attention_dp": self.dp,
+            "attention_tp": self.tp,
+            "expert_ep": self.ep,
+            "expert_tp": self.etp,
+            "shared": self.shared,
+            "mlp": self.mlp,
+            "embed": self.embed,
+            "head": self.head,
+        }[role]
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,7 @@ class Gemm:
 
     @property
     def weight_bytes(self) -> float:
-        return self.count * self.k * self.n * itemsize(self.weight_dtype) if self.weight_dtype else 0.0
+        return self.count * self.k * self.n * itembits(self.weight_dtype) / 8 if self.weight_dtype else 0.0
 
     @property
     def activation_bytes(self) -> float:

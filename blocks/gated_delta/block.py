@@ -1,4 +1,5 @@
-"""Gated DeltaNet (arXiv:2412.06464): declared fields, weights, state, legal cuts and variants.
+"""Gated DeltaNet (arXiv:2412.06464), also with a decay per channel (arXiv:2510.26692): declared fields, weights,
+state, legal cuts and variants.
 
 Semantics: ref.py. Layout and conventions as in Hugging Face transformers 5.24.
 """
@@ -8,7 +9,9 @@ from typing import Literal
 from pydantic import Field
 
 from ..core.declare import (
+    AxisRole,
     BlockFields,
+    Declared,
     FieldProblem,
     HeadCut,
     ModelDims,
@@ -21,11 +24,32 @@ from ..core.declare import (
 )
 
 
+class Decay(Declared):
+    """How fast the state of a value head fades: one rate per head, or one per key channel.
+
+    rank: the rates' projection is low-rank, through that many values; null = one matrix.
+    lower_bound: the log decay is lower_bound * sigmoid(exp(a_log) * (a + dt_bias)), so never below
+    it; null = -exp(a_log) * softplus(a + dt_bias).
+    """
+
+    per: Literal["head", "channel"] = "head"
+    rank: int | None = Field(default=None, gt=0)
+    lower_bound: float | None = Field(default=None, lt=0)
+
+
+class Gate(Declared):
+    """The output gate. rank: its projection is low-rank, through that many values; null = one matrix."""
+
+    activation: Literal["silu", "sigmoid"] = "silu"
+    rank: int | None = Field(default=None, gt=0)
+
+
 class Fields(BlockFields):
     """num_v_heads value heads read num_qk_heads query/key heads (repeated) of head_dim each.
 
     head_k_dim/head_v_dim default to head_dim. conv_kernel: taps of the causal depthwise
     convolution over q, k and v. out_norm: the gated norm of each value head.
+    negative_eigenvalues: write strengths reach from 0 to 2, not to 1 (arXiv:2411.12537).
     """
 
     kind: Literal["gated_delta"]
@@ -35,6 +59,9 @@ class Fields(BlockFields):
     head_k_dim: int | None = Field(default=None, gt=0)
     head_v_dim: int | None = Field(default=None, gt=0)
     conv_kernel: int = Field(gt=1)
+    decay: Decay = Decay()
+    gate: Gate = Gate()
+    negative_eigenvalues: bool = False
     out_norm: NormOverride = NormOverride()
 
     @property
@@ -45,8 +72,14 @@ class Fields(BlockFields):
     def dv(self) -> int:
         return self.head_v_dim or self.head_dim
 
+    @property
+    def decay_width(self) -> int:
+        """Decay rates of one token."""
+        return self.num_v_heads * (self.dk if self.decay.per == "channel" else 1)
+
 
 SLOT = "mixer"
+AXES: dict[str, AxisRole] = {"qk_heads": "attention_tp", "v_heads": "attention_tp"}
 
 VARIANTS = (
     Variant(
@@ -59,37 +92,55 @@ VARIANTS = (
 
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
-    """Value heads must be a multiple of query/key heads."""
-    if fields.num_v_heads % fields.num_qk_heads == 0:
-        return []
-    return [
-        FieldProblem(
-            ("num_qk_heads",),
-            f"{fields.num_v_heads} value heads cannot share {fields.num_qk_heads} query/key heads evenly",
-            f"valid: {', '.join(map(str, divisors(fields.num_v_heads)))}",
+    """Value heads must be a multiple of query/key heads; the gated norm is an RMS norm."""
+    problems = []
+    if fields.num_v_heads % fields.num_qk_heads:
+        problems.append(
+            FieldProblem(
+                ("num_qk_heads",),
+                f"{fields.num_v_heads} value heads cannot share {fields.num_qk_heads} query/key heads evenly",
+                f"valid: {', '.join(map(str, divisors(fields.num_v_heads)))}",
+            )
         )
-    ]
+    norm = fields.out_norm.resolve(dims.norm)
+    if norm.kind != "rms" or norm.bias:
+        problems.append(
+            FieldProblem(
+                ("out_norm",), "the gated norm is an RMS norm without bias", "out_norm: {kind: rms, bias: false}"
+            )
+        )
+    return problems
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
     """Projections [in, out], depthwise conv taps [channel, tap] (last tap = current token), decay parameters."""
     hidden, taps = dims.hidden_size, fields.conv_kernel
     qk, v = fields.num_qk_heads * fields.dk, fields.num_v_heads * fields.dv
-    heads = fields.num_v_heads
+    heads, rates = fields.num_v_heads, fields.decay_width
     return {
         "w_q": Weight((hidden, qk), (None, "qk_heads"), "linear", linear=True),
         "w_k": Weight((hidden, qk), (None, "qk_heads"), "linear", linear=True),
         "w_v": Weight((hidden, v), (None, "v_heads"), "linear", linear=True),
-        "w_z": Weight((hidden, v), (None, "v_heads"), "linear", linear=True),
+        **_projection("w_z", "g", hidden, fields.gate.rank, v),
         "w_b": Weight((hidden, heads), (None, "v_heads"), "linear", linear=True),
-        "w_a": Weight((hidden, heads), (None, "v_heads"), "linear", linear=True),
+        **_projection("w_a", "f", hidden, fields.decay.rank, rates),
         "conv_q": Weight((qk, taps), ("qk_heads", None), "gain"),
         "conv_k": Weight((qk, taps), ("qk_heads", None), "gain"),
         "conv_v": Weight((v, taps), ("v_heads", None), "gain"),
         "a_log": Weight((heads,), ("v_heads",), "decay", init="log_decay"),
-        "dt_bias": Weight((heads,), ("v_heads",), "decay"),
+        "dt_bias": Weight((rates,), ("v_heads",), "decay"),
         "out_norm": Weight((fields.dv,), (None,), "gain", init="gain"),
         "w_o": Weight((v, hidden), ("v_heads", None), "linear", linear=True),
+    }
+
+
+def _projection(whole: str, halves: str, hidden: int, rank: int | None, width: int) -> dict[str, Weight]:
+    """One matrix, or the two of a low-rank one; the first of these every device has in full."""
+    if rank is None:
+        return {whole: Weight((hidden, width), (None, "v_heads"), "linear", linear=True)}
+    return {
+        f"{halves}_a": Weight((hidden, rank), (None, None), "linear", linear=True),
+        f"{halves}_b": Weight((rank, width), (None, "v_heads"), "linear", linear=True),
     }
 
 

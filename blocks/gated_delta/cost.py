@@ -18,9 +18,14 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Projections, convolution and recurrence of one layer."""
     act, weight = load.dtypes.activation, load.dtypes.weight
     v, channels = _v_width(fields, load), _channels(fields, load)
-    inputs = channels + v + 2 * (fields.num_v_heads // load.degrees.tp)
+    inputs = channels + fields.num_v_heads // load.degrees.tp
+    low_rank: list[Gemm] = []
+    for width, rank in ((v, fields.gate.rank), (_rates(fields, load), fields.decay.rank)):
+        inputs += width if rank is None else rank
+        low_rank += [] if rank is None else [Gemm("project low rank", load.tokens, width, rank, act, weight)]
     return (
         Gemm("project in", load.tokens, inputs, dims.hidden_size, act, weight),
+        *low_rank,
         *_decode(fields, load, channels),
         *_prefill(fields, load),
         Gemm("project out", load.tokens, dims.hidden_size, v, act, weight),
@@ -45,11 +50,18 @@ def chunk(load: Load) -> int:
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
     """Largest set of intermediates alive at once: float32 convolution inputs and outputs of all tokens."""
     per_token = 2 * _channels(fields, load) * 4 + 3 * _v_width(fields, load) * 4
+    if fields.decay.per == "channel":
+        per_token += 2 * _rates(fields, load) * 4  # before and after the softplus
     return int(load.tokens * per_token + 4 * _state_values(fields, load) * 4)
 
 
 def _v_width(fields: Fields, load: Load) -> int:
     return fields.num_v_heads // load.degrees.tp * fields.dv
+
+
+def _rates(fields: Fields, load: Load) -> int:
+    """Decay rates of one token."""
+    return fields.decay_width // load.degrees.tp
 
 
 def _channels(fields: Fields, load: Load) -> int:
@@ -84,9 +96,22 @@ def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     dk, dv, doublings = fields.dk, fields.dv, log2(max(size, 2)) - 1
     state = _state_values(fields, load) * 4
     return (
-        Gemm("scan chunks", size, size, dk, "float32", count=2 * count),  # k.k, q.k
+        *_pair_products(fields, size, count),
         Gemm("scan chunks", size, size, dv, "float32", count=2 * count),  # solved writes, outputs
         Gemm("scan chunks", size, dv, dk, "float32", count=3 * count),  # reads of the old state, its update
         Gemm("scan chunks", size, size, size, "float32", count=2 * doublings * count),  # inverse
         Stream("scan chunks", 2 * load.prefill_tokens / size * state, state),
+    )
+
+
+def _pair_products(fields: Fields, size: int, count: float) -> tuple[Term, ...]:
+    """k.k and q.k of all pairs; with a decay per channel once per doubling of the block size."""
+    dk = fields.dk
+    if fields.decay.per == "head":
+        return (Gemm("scan chunks", size, size, dk, "float32", count=2 * count),)
+    borders = log2(max(size, 2))
+    return (
+        Gemm("scan chunks", size, size, dk, "float32", count=2 * borders * count),
+        Gemm("scan chunks", size, dk, size, "float32", count=(borders + 2) * count),  # sums of log decays
+        Vector("scan chunks", (4 * borders + 8) * count * size * dk),
     )

@@ -19,15 +19,29 @@ def emit(fields: Fields, site: Site) -> Emission:
         Constant(f"{name}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),
         Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens solved at once"),
     )
+    per = " with a decay per channel" if fields.decay.per == "channel" else ""
     return Emission(
         imports=((site.module, "gated_delta"), *imports),
         constants=constants,
-        doc=f"Gated DeltaNet: {fields.num_v_heads} value, {fields.num_qk_heads} query/key heads of {fields.dk}.",
+        doc=f"Gated DeltaNet{per}: {fields.num_v_heads} value, {fields.num_qk_heads} query/key heads of {fields.dk}.",
         fields={
             "name": site.name,
             "p": name,
             "norm_eps": repr(norm.eps),
             "zero_centered": norm.zero_centered,
+            "options": _options(fields),
             "combine": combine,
         },
     )
+
+
+def _options(fields: Fields) -> tuple[str, ...]:
+    """Keywords of the call that are not at their default."""
+    found = ["channel_decay=True"] if fields.decay.per == "channel" else []
+    if fields.decay.lower_bound is not None:
+        found.append(f"decay_lower_bound={fields.decay.lower_bound!r}")
+    if fields.gate.activation != "silu":
+        found.append(f'gate_activation="{fields.gate.activation}"')
+    if fields.negative_eigenvalues:
+        found.append("negative_eigenvalues=True")
+    return tuple(found)

@@ -1,9 +1,11 @@
-"""Gated DeltaNet, float32 meaning: one row at a time, one token at a time.
+"""Gated DeltaNet, float32 meaning: one row at a time, one token at a time. Options: see xla.py.
 
 Legend: S rows, T tokens, D hidden, Q query/key heads, V value heads, dk and dv their dims,
 F = 2*Q*dk + V*dv conv channels (q | k | v), taps = conv_kernel. Not jittable: it reads the
 batch on the host.
 """
+
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,10 @@ def gated_delta(
     norm_zero_centered: bool,
     chunk: int,
     max_q: int,
+    channel_decay: bool = False,
+    decay_lower_bound: float | None = None,
+    gate_activation: Literal["silu", "sigmoid"] = "silu",
+    negative_eigenvalues: bool = False,
 ) -> tuple[Array, Array, Array]:
     """The recurrence of every row from its slot's state; see xla.py.
 
@@ -40,10 +46,10 @@ def gated_delta(
     weight = {name: np.asarray(value, np.float32) for name, value in w.items()}
     m_TF = np.concatenate([x_TD @ weight[name] for name in ("w_q", "w_k", "w_v")], axis=1)
     taps_FK = np.concatenate([weight[name] for name in ("conv_q", "conv_k", "conv_v")])
-    z_TVd = (x_TD @ weight["w_z"]).reshape(T, V, dv)
-    beta_TV = _sigmoid(x_TD @ weight["w_b"])
-    # The log decay, always <= 0; softplus is log(1 + e^x).
-    g_TV = -np.exp(weight["a_log"]) * np.logaddexp(0, x_TD @ weight["w_a"] + weight["dt_bias"])
+    z_TVd = _project(x_TD, weight, "w_z", "g").reshape(T, V, dv)
+    beta_TV = _sigmoid(x_TD @ weight["w_b"]) * np.float32(2 if negative_eigenvalues else 1)
+    a_TVr = (_project(x_TD, weight, "w_a", "f") + weight["dt_bias"]).reshape(T, V, dk if channel_decay else 1)
+    g_TVr = _log_decay(a_TVr, weight["a_log"], decay_lower_bound)
 
     conv, state = np.array(conv_pool), np.array(state_pool)
     o_TVd = np.zeros((T, V, dv), np.float32)
@@ -64,24 +70,40 @@ def gated_delta(
                 np.repeat(_unit(x.reshape(Q, dk)), V // Q, axis=0) for x in (m_F[: Q * dk], m_F[Q * dk : 2 * Q * dk])
             )
             o_TVd[t], state_Vkd = _step(
-                q_Vk / np.float32(dk**0.5), k_Vk, m_F[2 * Q * dk :].reshape(V, dv), beta_TV[t], g_TV[t], state_Vkd
+                q_Vk / np.float32(dk**0.5), k_Vk, m_F[2 * Q * dk :].reshape(V, dv), beta_TV[t], g_TVr[t], state_Vkd
             )
         conv[place] = window_KF.reshape(-1)
         state[place] = state_Vkd
     normed_TVd = o_TVd / np.sqrt(np.mean(o_TVd**2, axis=-1, keepdims=True) + np.float32(norm_eps))
     gain_d = weight["out_norm"] + np.float32(norm_zero_centered)
-    y_TF = (normed_TVd * gain_d * _silu(z_TVd)).reshape(T, V * dv)
+    gate_TVd = _silu(z_TVd) if gate_activation == "silu" else _sigmoid(z_TVd)
+    y_TF = (normed_TVd * gain_d * gate_TVd).reshape(T, V * dv)
     return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(conv), jnp.asarray(state)
 
 
 def _step(
-    q_Vk: np.ndarray, k_Vk: np.ndarray, v_Vd: np.ndarray, beta_V: np.ndarray, g_V: np.ndarray, state_Vkd: np.ndarray
+    q_Vk: np.ndarray, k_Vk: np.ndarray, v_Vd: np.ndarray, beta_V: np.ndarray, g_Vr: np.ndarray, state_Vkd: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """One token: decay the state, correct what it stores under key k, read it with q."""
-    state_Vkd = state_Vkd * np.exp(g_V)[:, None, None]
+    state_Vkd = state_Vkd * np.exp(g_Vr)[:, :, None]
     error_Vd = v_Vd - np.einsum("vkd,vk->vd", state_Vkd, k_Vk)
     state_Vkd = state_Vkd + k_Vk[:, :, None] * (beta_V[:, None] * error_Vd)[:, None, :]
     return np.einsum("vkd,vk->vd", state_Vkd, q_Vk), state_Vkd
+
+
+def _project(x_TD: np.ndarray, weight: dict[str, np.ndarray], whole: str, halves: str) -> np.ndarray:
+    """Through one matrix, or through the two of a low-rank one."""
+    if whole in weight:
+        return x_TD @ weight[whole]
+    return x_TD @ weight[f"{halves}_a"] @ weight[f"{halves}_b"]
+
+
+def _log_decay(a_TVr: np.ndarray, a_log_V: np.ndarray, lower_bound: float | None) -> np.ndarray:
+    """Always <= 0; r: one rate per head, or one per channel. softplus is log(1 + e^x)."""
+    speed_V1 = np.exp(a_log_V)[:, None]
+    if lower_bound is not None:
+        return np.float32(lower_bound) * _sigmoid(speed_V1 * a_TVr)
+    return -speed_V1 * np.logaddexp(0, a_TVr)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -9,7 +9,9 @@ from . import ref
 from .block import Fields
 
 
-def apply(fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], batch: Batch, rows: Rows) -> Array:
+def apply(
+    fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], batch: Batch, rows: Rows, x_TD: Array, layer: int
+) -> Array:
     """The block's output [T, D] for one sequence of T tokens in slot 0; h_TD is the normed input."""
     norm = fields.out_norm.resolve(dims.norm)
     channels = 2 * fields.num_qk_heads * fields.dk + fields.num_v_heads * fields.dv
@@ -30,5 +32,9 @@ def apply(fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], bat
         norm_zero_centered=norm.zero_centered,
         chunk=h_TD.shape[0],
         max_q=h_TD.shape[0],
+        channel_decay=fields.decay.per == "channel",
+        decay_lower_bound=fields.decay.lower_bound,
+        gate_activation=fields.gate.activation,
+        negative_eigenvalues=fields.negative_eigenvalues,
     )
     return y_TD

@@ -4,8 +4,10 @@ Legend: T tokens, S rows, D hidden, Q query/key heads, V value heads, k = dk and
 dims, F = 2*Q*dk + V*dv conv channels (q | k | v), W = conv taps - 1 (window), C tokens of a
 chunk (i, j: two of them).
 
-Per token and value head, with log decay g <= 0 and write strength beta in (0, 1):
+Per token and value head, with log decay g <= 0 and write strength beta in (0, 1) or (0, 2):
     S <- e^g S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+g is one number [T, V], or one per key channel [T, V, k] (arXiv:2510.26692): a third dim selects
+the functions of the second kind below.
 The chunk form solves the C coupled writes at once (UT transform, arXiv:2406.06484).
 
 State math is float32 whatever the pools' dtype, and its dot products are Precision.HIGHEST:
@@ -15,7 +17,7 @@ The projections follow the ambient precision. Only values <= 0 are exponentiated
 Both pools are loop-carried and updated in place, one slot of one layer at a time.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -54,6 +56,10 @@ def gated_delta(
     norm_zero_centered: bool,
     chunk: int,
     max_q: int,
+    channel_decay: bool = False,
+    decay_lower_bound: float | None = None,
+    gate_activation: Literal["silu", "sigmoid"] = "silu",
+    negative_eigenvalues: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Gated delta rule of every row, from its slot's state (zeros without has_state) and back into it.
 
@@ -61,6 +67,9 @@ def gated_delta(
     may be traced. Heads are the local ones. chunk: tokens solved together in the prefill path.
     max_q: the longest row this bucket may hold; 1 leaves the prefill path out of the program.
     norm_eps, norm_zero_centered: the output norm (see core/norm.py).
+    channel_decay: a decay per key channel. decay_lower_bound: see _gdn_log_decay.
+    negative_eigenvalues: write strengths are doubled.
+    Decays and output gates come through w_a and w_z, or, low-rank, f_a f_b and g_a g_b.
     Returns out [T, D] in h's dtype, partial over tensor parallelism, and the two pools.
     """
     heads = _GdnHeads(num_qk_heads, num_v_heads, head_k_dim, head_v_dim)
@@ -68,16 +77,19 @@ def gated_delta(
     taps_KF = jnp.concatenate([w[name] for name in ("conv_q", "conv_k", "conv_v")]).astype(jnp.float32).T
     assert taps_KF.shape[0] == conv_kernel, (taps_KF.shape, conv_kernel)
     beta_TV = lax.logistic(_gdn_linear(h_TD, w["w_b"]).astype(jnp.float32))
-    g_TV = _gdn_log_decay(_gdn_linear(h_TD, w["w_a"]), w["a_log"], w["dt_bias"])
+    beta_TV = 2 * beta_TV if negative_eigenvalues else beta_TV
+    rates = (heads.v, heads.dk) if channel_decay else (heads.v,)
+    g_T = _gdn_log_decay(_gdn_project(h_TD, w, "w_a", "f"), w["a_log"], w["dt_bias"], rates, decay_lower_bound)
 
-    args = (in_TF, beta_TV, g_TV, taps_KF, batch, rows, pool_layer, heads)
+    args = (in_TF, beta_TV, g_T, taps_KF, batch, rows, pool_layer, heads)
     o_TVd, conv_pool, state_pool = _gdn_decode(*args, conv_pool, state_pool)
     if max_q > 1:
         o_TVd, conv_pool, state_pool = _gdn_prefill(*args, o_TVd, conv_pool, state_pool, chunk=chunk)
 
-    z_TVd = _gdn_linear(h_TD, w["w_z"]).reshape(o_TVd.shape).astype(jnp.float32)
-    normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=norm_zero_centered)
-    y_TVd = (normed_TVd.astype(jnp.float32) * z_TVd * lax.logistic(z_TVd)).astype(h_TD.dtype)
+    z_TVd = _gdn_project(h_TD, w, "w_z", "g").reshape(o_TVd.shape).astype(jnp.float32)
+    normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=norm_zero_centered).astype(jnp.float32)
+    y_TVd = (normed_TVd * z_TVd if gate_activation == "silu" else normed_TVd) * lax.logistic(z_TVd)
+    y_TVd = y_TVd.astype(h_TD.dtype)
     return _gdn_linear(y_TVd.reshape(h_TD.shape[0], -1), w["w_o"]), conv_pool, state_pool
 
 
@@ -86,15 +98,30 @@ def _gdn_linear(x: Array, w: Array) -> Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+def _gdn_project(h_TD: Array, w: dict[str, Array], whole: str, halves: str) -> Array:
+    """h through one matrix, or through the two of a low-rank one."""
+    if whole in w:
+        return _gdn_linear(h_TD, w[whole])
+    return _gdn_linear(_gdn_linear(h_TD, w[f"{halves}_a"]), w[f"{halves}_b"])
+
+
 def _gdn_einsum(subscripts: str, a: Array, b: Array) -> Array:
     """A float32 contraction of the state math (see the head of the file)."""
     return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
 
 
-def _gdn_log_decay(a_TV: Array, a_log_V: Array, dt_bias_V: Array) -> Array:
-    """-exp(a_log) * softplus(a + dt_bias), float32, <= 0."""
-    shifted = a_TV.astype(jnp.float32) + dt_bias_V.astype(jnp.float32)
-    return -jnp.exp(a_log_V.astype(jnp.float32)) * jnp.logaddexp(shifted, 0.0)
+def _gdn_log_decay(
+    a_TR: Array, a_log_V: Array, dt_bias_R: Array, rates: tuple[int, ...], lower_bound: float | None
+) -> Array:
+    """-exp(a_log) * softplus(a + dt_bias), or lower_bound * sigmoid(exp(a_log) * (a + dt_bias)).
+
+    R: the rates of one token, [V] or [V, k] flat. Returns [T, *rates] float32, <= 0.
+    """
+    shifted = (a_TR.astype(jnp.float32) + dt_bias_R.astype(jnp.float32)).reshape(-1, *rates)
+    speed = jnp.exp(a_log_V.astype(jnp.float32)).reshape(-1, *(1,) * (len(rates) - 1))
+    if lower_bound is not None:
+        return lower_bound * lax.logistic(speed * shifted)
+    return -speed * jnp.logaddexp(shifted, 0.0)
 
 
 def _gdn_unit(x: Array) -> Array:
@@ -114,7 +141,7 @@ def _gdn_split(conv_TF: Array, heads: _GdnHeads) -> tuple[Array, Array, Array]:
 def _gdn_decode(
     in_TF: Array,
     beta_TV: Array,
-    g_TV: Array,
+    g_T: Array,
     taps_KF: Array,
     batch: Batch,
     rows: Rows,
@@ -138,11 +165,12 @@ def _gdn_decode(
 
     q_SQk, k_SQk, v_SVd = _gdn_split(jnp.sum(in_SKF * taps_KF, axis=1), heads)
     q_SVk, k_SVk = (jnp.repeat(x, heads.v // heads.qk, axis=1) for x in (q_SQk, k_SQk))
+    step = _gdn_step if g_T.ndim == 2 else _gdn_channel_step
 
     def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         o_SVd, state_pool = carry
         state_Vkd = _gdn_read_state(state_pool, pool_layer, slot_S[s], batch.has_state[s])
-        o_Vd, state_Vkd = _gdn_step(q_SVk[s], k_SVk[s], v_SVd[s], beta_TV[s], g_TV[s], state_Vkd)
+        o_Vd, state_Vkd = step(q_SVk[s], k_SVk[s], v_SVd[s], beta_TV[s], g_T[s], state_Vkd)
         return o_SVd.at[s].set(o_Vd), _gdn_write_state(state_pool, pool_layer, slot_S[s], state_Vkd)
 
     o_SVd, state_pool = lax.fori_loop(0, batch.distribution[0], add_row, (jnp.zeros_like(v_SVd), state_pool))
@@ -176,10 +204,22 @@ def _gdn_step(
     return o_Vd, decay_V1[:, :, None] * state_Vkd + k_Vk[:, :, None] * u_Vd[:, None, :]
 
 
+def _gdn_channel_step(
+    q_Vk: Array, k_Vk: Array, v_Vd: Array, beta_V: Array, g_Vk: Array, state_Vkd: Array
+) -> tuple[Array, Array]:
+    """As _gdn_step with a decay per channel: it goes to the vectors that read the state, not to what they read."""
+    decay_Vk = jnp.exp(g_Vk)
+    read_Vd = jnp.sum(state_Vkd * (decay_Vk * k_Vk)[:, :, None], axis=1)
+    kept_Vd = jnp.sum(state_Vkd * (decay_Vk * q_Vk)[:, :, None], axis=1)
+    u_Vd = beta_V[:, None] * (v_Vd - read_Vd)
+    o_Vd = kept_Vd + jnp.sum(k_Vk * q_Vk, axis=1, keepdims=True) * u_Vd
+    return o_Vd, decay_Vk[:, :, None] * state_Vkd + k_Vk[:, :, None] * u_Vd[:, None, :]
+
+
 def _gdn_prefill(
     in_TF: Array,
     beta_TV: Array,
-    g_TV: Array,
+    g_T: Array,
     taps_KF: Array,
     batch: Batch,
     rows: Rows,
@@ -198,8 +238,8 @@ def _gdn_prefill(
     """
     T, window = in_TF.shape[0], taps_KF.shape[0] - 1
     # `chunk` tokens of padding: the last chunk of the last row is then sliced whole.
-    in_TF, beta_TV, g_TV, o_TVd = (
-        jnp.pad(x, ((0, chunk),) + ((0, 0),) * (x.ndim - 1)) for x in (in_TF, beta_TV, g_TV, o_TVd)
+    in_TF, beta_TV, g_T, o_TVd = (
+        jnp.pad(x, ((0, chunk),) + ((0, 0),) * (x.ndim - 1)) for x in (in_TF, beta_TV, g_T, o_TVd)
     )  # fmt: skip
 
     def add_row(s: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -211,13 +251,13 @@ def _gdn_prefill(
         def add_chunk(c: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             o_TVd, old_WF, state_Vkd = carry
             first = batch.cu_q[s] + c * chunk
-            in_CF, beta_CV, g_CV, o_CVd = (
-                lax.dynamic_slice_in_dim(x, first, chunk) for x in (in_TF, beta_TV, g_TV, o_TVd)
+            in_CF, beta_CV, g_C, o_CVd = (
+                lax.dynamic_slice_in_dim(x, first, chunk) for x in (in_TF, beta_TV, g_T, o_TVd)
             )  # fmt: skip
             num_valid = jnp.minimum(q_len - c * chunk, chunk)
             valid_C = jnp.arange(chunk) < num_valid
             new_CVd, old_WF, state_Vkd = _gdn_chunk(
-                in_CF, beta_CV, g_CV, num_valid, old_WF, state_Vkd, taps_KF=taps_KF, heads=heads
+                in_CF, beta_CV, g_C, num_valid, old_WF, state_Vkd, taps_KF=taps_KF, heads=heads
             )  # fmt: skip
             o_CVd = jnp.where(valid_C[:, None, None], new_CVd.astype(o_CVd.dtype), o_CVd)
             return lax.dynamic_update_slice_in_dim(o_TVd, o_CVd, first, 0), old_WF, state_Vkd
@@ -240,7 +280,7 @@ def _gdn_prefill(
 def _gdn_chunk(
     in_CF: Array,
     beta_CV: Array,
-    g_CV: Array,
+    g_C: Array,
     num_valid: Array,
     old_WF: Array,
     state_Vkd: Array,
@@ -261,8 +301,10 @@ def _gdn_chunk(
     old_WF = lax.dynamic_slice_in_dim(in_XF, num_valid, num_taps - 1)
     q_QCk, k_QCk, v_VCd = (x.swapaxes(0, 1) for x in _gdn_split(conv_CF, heads))
     # With beta = 0 and g = 0 a token leaves the state as it is.
-    beta_VC, g_VC = (jnp.where(valid_C1, x, 0).T for x in (beta_CV, g_CV))
-    o_VCd, state_Vkd = _gdn_solve(q_QCk, k_QCk, v_VCd, beta_VC, g_VC, state_Vkd)
+    beta_VC = jnp.where(valid_C1, beta_CV, 0).T
+    g_VC = jnp.where(valid_C1.reshape(C, *(1,) * (g_C.ndim - 1)), g_C, 0).swapaxes(0, 1)
+    solve = _gdn_solve if g_C.ndim == 2 else _gdn_channel_solve
+    o_VCd, state_Vkd = solve(q_QCk, k_QCk, v_VCd, beta_VC, g_VC, state_Vkd)
     return o_VCd.swapaxes(0, 1), old_WF, state_Vkd
 
 
@@ -293,6 +335,57 @@ def _gdn_solve(
     late_u_VCd = jnp.exp(end_V1 - sum_VC)[..., None] * u_VCd
     state_Vkd = jnp.exp(end_V1)[..., None] * state_Vkd + _gdn_einsum("vck,vcd->vkd", k_VCk, late_u_VCd)
     return o_VCd, state_Vkd
+
+
+def _gdn_channel_solve(
+    q_QCk: Array, k_QCk: Array, v_VCd: Array, beta_VC: Array, g_VCk: Array, state_Vkd: Array
+) -> tuple[Array, Array]:
+    """As _gdn_solve with a decay per channel: e^(G_i - G_j) goes inside the products of q and k."""
+    group, C = v_VCd.shape[0] // q_QCk.shape[0], q_QCk.shape[1]
+    q_VCk, k_VCk = jnp.repeat(q_QCk, group, axis=0), jnp.repeat(k_QCk, group, axis=0)
+    qk_Vij, kk_Vij = _gdn_decayed_products(q_VCk, k_VCk, g_VCk)
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None]
+    since_start_VCk = jnp.exp(_gdn_masked_sums(j <= i, g_VCk))
+    until_end_VCk = jnp.exp(_gdn_masked_sums(j > i, g_VCk))
+    beta_VC1 = beta_VC[..., None]
+
+    rest_VCd = beta_VC1 * (v_VCd - _gdn_einsum("vck,vkd->vcd", k_VCk * since_start_VCk, state_Vkd))
+    u_VCd = _gdn_einsum("vij,vjd->vid", _gdn_invert(beta_VC1 * kk_Vij), rest_VCd)
+    o_VCd = _gdn_einsum("vck,vkd->vcd", q_VCk * since_start_VCk, state_Vkd)
+    o_VCd = o_VCd + _gdn_einsum("vij,vjd->vid", qk_Vij, u_VCd)
+    new_Vkd = _gdn_einsum("vck,vcd->vkd", k_VCk * until_end_VCk, u_VCd)
+    return o_VCd, since_start_VCk[:, -1, :, None] * state_Vkd + new_Vkd
+
+
+def _gdn_decayed_products(q_VCk: Array, k_VCk: Array, g_VCk: Array) -> tuple[Array, Array]:
+    """sum_k x_i k_j e^(G_i - G_j) over the channels: for x = q with j <= i, for x = k with j < i; 0 elsewhere.
+
+    e^(G_i) and e^(-G_j) alone may be 0 and infinite. So the pairs are taken by the border between
+    two neighbouring blocks of 1, 2, 4, ... tokens with j before it and i behind it: both e^(G_i - G_border)
+    and e^(G_border - G_j) are <= 1, and where one is 0, so is their product. The exponents are sums
+    of g over the tokens between, not differences of running sums, which would lose what small g hold.
+    """
+    C = k_VCk.shape[1]
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None]
+    qk_Vij = jnp.eye(C) * jnp.sum(q_VCk * k_VCk, axis=-1)[..., None]
+    kk_Vij = jnp.zeros_like(qk_Vij)
+    size = 1
+    while size < C:
+        block_i, block_j = i // size, j // size
+        behind = block_i % 2 == 1
+        from_border = (block_j == block_i) & jnp.where(behind, j <= i, j > i)
+        decay_VCk = jnp.exp(_gdn_masked_sums(from_border, g_VCk))
+        joins = behind & (block_j == block_i - 1)
+        near_VCk = k_VCk * decay_VCk
+        qk_Vij = jnp.where(joins, _gdn_einsum("vik,vjk->vij", q_VCk * decay_VCk, near_VCk), qk_Vij)
+        kk_Vij = jnp.where(joins, _gdn_einsum("vik,vjk->vij", near_VCk, near_VCk), kk_Vij)
+        size *= 2
+    return qk_Vij, kk_Vij
+
+
+def _gdn_masked_sums(mask_ij: Array, g_VCk: Array) -> Array:
+    """For each token i the sum of g over the tokens j of its mask."""
+    return _gdn_einsum("ij,vjk->vik", mask_ij.astype(jnp.float32), g_VCk)
 
 
 def _gdn_invert(lower_Vij: Array) -> Array:

@@ -1,14 +1,18 @@
-"""Mixture of experts: router language, routed experts and shared expert; weights, cuts, variants.
+"""Mixture of experts: router, routed experts and shared expert; weights, cuts, variants.
 
-Semantics: ref.py. Router fields are orthogonal; together they say how scores become weights.
+Semantics: ref.py, ../router/ref.py. The router's fields are a language of their own: ../router/router_fields.py.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
+from ..activation.names import Activation
 from ..core.declare import (
+    AxisRole,
     BlockFields,
+    Declared,
     FieldProblem,
     HeadCut,
     ModelDims,
@@ -17,33 +21,44 @@ from ..core.declare import (
     Variant,
     Weight,
 )
+from ..mlp.block import check_clamp, mlp_weights
+from ..mlp.clamp_fields import ClampFields
+from ..router.router_fields import Router, check_router, router_weights
 
 
-class Router(BlockFields):
-    """score the num_experts logits, select top_k, weigh.
+class Experts(Declared):
+    """MLP experts: down(activation(gate(x)) * up(x)), or down(activation(up(x))) when they are not gated.
 
-    renormalize: divide the selected scores by their sum. scale: multiply the weights at the end.
+    latent_size: the routed experts work on x projected to that width, and their sum is projected back.
     """
 
-    num_experts: int = Field(gt=0)
-    top_k: int = Field(gt=0)
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    scale: float = Field(default=1.0, gt=0)
-
-
-class Experts(BlockFields):
-    """Gated MLP experts: down(activation(gate(x)) * up(x))."""
-
     intermediate_size: int = Field(gt=0)
-    activation: Literal["silu"] = "silu"
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+    clamp: ClampFields | None = None
+    latent_size: int | None = Field(default=None, gt=0)
 
 
-class Shared(BlockFields):
-    """An expert every token passes. gate: "sigmoid" scales it by sigmoid(x . shared_router)."""
+class Shared(Declared):
+    """`num` experts of intermediate_size every token passes, as one wide one. null: as the routed experts.
 
+    gate: "sigmoid" scales it by sigmoid(x . shared_router). scale: factor of its output.
+    """
+
+    num: int = Field(default=1, gt=0)
     intermediate_size: int = Field(gt=0)
     gate: Literal["none", "sigmoid"] = "none"
+    gated: bool | None = None
+    activation: Activation | None = None
+    bias: bool = False
+    clamp: ClampFields | None = None
+    scale: float = Field(default=1.0, gt=0)
+
+    @property
+    def width(self) -> int:
+        """Inner dim of all of them."""
+        return self.num * self.intermediate_size
 
 
 class Fields(BlockFields):
@@ -54,8 +69,29 @@ class Fields(BlockFields):
     experts: Experts
     shared: Shared | None = None
 
+    @property
+    def shared_is_gated(self) -> bool:
+        """Whether the shared expert has a gate matrix."""
+        assert self.shared is not None
+        return self.experts.gated if self.shared.gated is None else self.shared.gated
+
+    @property
+    def shared_activation(self) -> Activation:
+        """The shared expert's activation."""
+        assert self.shared is not None
+        return self.shared.activation or self.experts.activation
+
+    def expert_width(self, dims: ModelDims) -> int:
+        """Width of what the routed experts take and give."""
+        return self.experts.latent_size or dims.hidden_size
+
 
 SLOT = "ffn"
+AXES: dict[str, AxisRole] = {
+    "experts": "expert_ep",
+    "expert_intermediate": "expert_tp",
+    "shared_intermediate": "shared",
+}
 
 VARIANTS = (
     Variant(
@@ -68,41 +104,55 @@ VARIANTS = (
 
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
-    """top_k cannot exceed the number of experts."""
-    router = fields.router
-    if router.top_k <= router.num_experts:
-        return []
-    return [
-        FieldProblem(
-            ("router", "top_k"),
-            f"top_k {router.top_k} exceeds num_experts {router.num_experts}",
-            f"valid: 1 to {router.num_experts}",
-        )
-    ]
+    """What the router's and the networks' fields say of each other."""
+    found = _inside("router", check_router(fields.router, dims))
+    found += _inside("experts", check_clamp(fields.experts.clamp, fields.experts.gated))
+    if fields.router.apply == "input" and fields.experts.bias:
+        text = "weights on the experts' input go with experts without bias"
+        found.append(FieldProblem(("experts", "bias"), text, "valid: false, or router.apply: output"))
+    if fields.shared:
+        found += _inside("shared", check_clamp(fields.shared.clamp, fields.shared_is_gated))
+    return found
+
+
+def _inside(name: str, problems: list[FieldProblem]) -> list[FieldProblem]:
+    return [FieldProblem((name, *one.path), one.text, one.hint) for one in problems]
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
     """Router, shared expert, and the routed experts as loop-invariant stacks."""
-    hidden, num = dims.hidden_size, fields.router.num_experts
-    inner = fields.experts.intermediate_size
-    used = fields.router.top_k / num
-    up_axes = ("experts", None, "expert_intermediate")
-    found = {
-        "router": Weight((hidden, num), (None, None), "router", linear=True),
-        "w_gate": Weight((num, hidden, inner), up_axes, "expert", True, True, active_fraction=used),
-        "w_up": Weight((num, hidden, inner), up_axes, "expert", True, True, active_fraction=used),
-        "w_down": Weight(
-            (num, inner, hidden), ("experts", "expert_intermediate", None), "expert", True, True, active_fraction=used
-        ),
-    }
+    found = router_weights(fields.router, dims) | _expert_weights(fields, dims)
+    hidden, latent = dims.hidden_size, fields.experts.latent_size
+    if latent:
+        found["latent_in"] = Weight((hidden, latent), (None, None), "linear", linear=True)
+        found["latent_out"] = Weight((latent, hidden), (None, None), "linear", linear=True)
     if fields.shared:
-        width = fields.shared.intermediate_size
-        found["shared_gate"] = Weight((hidden, width), (None, "shared_intermediate"), "linear", linear=True)
-        found["shared_up"] = Weight((hidden, width), (None, "shared_intermediate"), "linear", linear=True)
-        found["shared_down"] = Weight((width, hidden), ("shared_intermediate", None), "linear", linear=True)
-        if fields.shared.gate == "sigmoid":
+        shared, axis = fields.shared, "shared_intermediate"
+        found |= mlp_weights(hidden, shared.width, fields.shared_is_gated, shared.bias, axis, "shared_")
+        if shared.gate == "sigmoid":
             found["shared_router"] = Weight((hidden, 1), (None, None), "linear", linear=True)
     return found
+
+
+def _expert_weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
+    """Stacks of the routed experts: matrices, then biases."""
+    width, num, inner = fields.expert_width(dims), fields.router.num_experts, fields.experts.intermediate_size
+    used = fields.router.top_k / num
+    up = Weight(
+        (num, width, inner), ("experts", None, "expert_intermediate"), "expert", True, True, active_fraction=used
+    )
+    down = replace(up, shape=(num, inner, width), axes=("experts", "expert_intermediate", None))
+    matrices = {"gate": up, "up": up, "down": down} if fields.experts.gated else {"up": up, "down": down}
+    found = {f"w_{key}": matrix for key, matrix in matrices.items()}
+    if fields.experts.bias:
+        found |= {f"b_{key}": _bias_of(matrix) for key, matrix in matrices.items()}
+    return found
+
+
+def _bias_of(matrix: Weight) -> Weight:
+    """The bias of what a stacked matrix [E, in, out] yields, [E, out]."""
+    shape, axes = (matrix.shape[0], matrix.shape[2]), (matrix.axes[0], matrix.axes[2])
+    return Weight(shape, axes, "gain", stacked=True, init="bias", active_fraction=matrix.active_fraction)
 
 
 def state(fields: Fields, dims: ModelDims) -> tuple[PagedState | SlotState, ...]:
@@ -117,5 +167,5 @@ def cuts(fields: Fields) -> tuple[HeadCut, ...]:
         HeadCut("expert_intermediate", fields.experts.intermediate_size),
     ]
     if fields.shared:
-        found.append(HeadCut("shared_intermediate", fields.shared.intermediate_size))
+        found.append(HeadCut("shared_intermediate", fields.shared.width))
     return tuple(found)

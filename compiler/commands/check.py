@@ -1,9 +1,11 @@
 """Find every problem of model files and overrides, in one pass.
 
+A config.json of Hugging Face is checked as the spec that `moec port` would write of it.
 Exit code 0 when all is well, 2 with one line per problem otherwise:
 FILE:LINE:COL: error: DOTTED.PATH: what is wrong (valid values or "did you mean")."""
 
 import argparse
+from pathlib import Path
 
 from ..graph.count import active_params, total_params
 from ..graph.ir import Graph
@@ -16,6 +18,7 @@ EPILOG = """\
 examples:
   moec check my_model.yaml
   moec check my_model.yaml other.yaml model.blocks.moe.router.top_k=8
+  moec check Some-Model/config.json
 """
 
 
@@ -33,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
     for name in names:
         try:
-            graphs[name] = load(name, overrides=overrides).graph
+            graphs[name] = _graph(name, overrides)
         except ProblemsError as error:
             problems += error.problems
     if not args.json:
@@ -43,6 +46,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"models": {name: _facts(graph) for name, graph in graphs.items()}, "problems": []})
     return 0
+
+
+def _graph(name: str, overrides: tuple[str, ...]) -> Graph:
+    """The graph of a model, or of what a config.json ports to."""
+    if not name.endswith(".json"):
+        return load(name, overrides=overrides).graph
+    from .port import ported_graph
+
+    if overrides:
+        fail(f"{name} is no spec, so key=value has nothing to change", f"moec port {name} -o SPEC.yaml")
+    return ported_graph(Path(name))
 
 
 def _print_good(graphs: dict[str, Graph]) -> None:

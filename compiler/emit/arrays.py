@@ -6,15 +6,18 @@ key/value heads repeated where the tensor-parallel degree exceeds their number.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from moec.blocks.core.array_info import FP8, FP8_BLOCK, ArrayInfo, Op, Source
-from moec.blocks.core.declare import AXIS_ROLES, HeadCut, PagedState, SlotState, Weight
+from moec.blocks.core.array_info import SCALED, ArrayInfo, Op, Source
+from moec.blocks.core.declare import HeadCut, PagedState, SlotState, Weight
 from moec.blocks.core.work import Dtypes, itemsize
+from moec.blocks.registry import axis_roles
+from moec.targets.target import load_target
 
 from ..graph.build import sources
 from ..graph.ir import BlockInst, Graph
-from ..graph.weights import block_of, block_state, block_weights, model_weights, residual_weights
+from ..graph.weights import all_residual_weights, block_of, block_state, block_weights, model_weights
+from ..plan.memory import pinned_rows
 from ..plan.plan import Plan
 
 
@@ -33,6 +36,7 @@ class StateArray:
     inner: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: str
+    window: int | None = None
 
     @property
     def bytes_per_entry(self) -> int:
@@ -48,7 +52,7 @@ def role_dtypes(plan: Plan) -> Dtypes:
 def kv_copies(axis: str | None, cuts: tuple[HeadCut, ...], plan: Plan) -> tuple[int, int]:
     """(copies of each head, number of heads) of an axis that may be replicated; (1, 1) when it is not."""
     for cut in cuts:
-        if cut.axis == axis and cut.replicate and AXIS_ROLES[cut.axis] == "attention_tp" and plan.mesh.tp > cut.size:
+        if cut.axis == axis and cut.replicate and axis_roles()[cut.axis] == "attention_tp" and plan.mesh.tp > cut.size:
             return plan.mesh.tp // cut.size, cut.size
     return 1, 1
 
@@ -61,13 +65,13 @@ def dense_arrays(graph: Graph, inst: BlockInst, plan: Plan, layers: tuple[int, .
 
 
 def expert_arrays(graph: Graph, inst: BlockInst, plan: Plan) -> dict[str, ArrayInfo]:
-    """A block's loop-invariant stacks over all its layers, with block scales when they are float8."""
+    """A block's loop-invariant stacks over all its layers, with block scales when their dtype has them."""
     declared = {key: w for key, w in block_weights(graph, inst).items() if w.stacked}
     cuts, layers = block_of(inst).cuts(inst.fields), graph.layers_of(inst.name)
     found = {}
     for key, weight in declared.items():
         found[key] = _stacked(graph, f"{inst.name}.{key}", weight, cuts, plan, layers)
-        if found[key].dtype == FP8:
+        if found[key].dtype in SCALED:
             found[f"{key}_scale"] = _scales(found[key], key)
     return found
 
@@ -93,26 +97,30 @@ def _stacked(
 
 
 def _with_ops(found: tuple[Source, ...], ops: tuple[Op, ...]) -> tuple[Source, ...]:
-    return tuple(Source(source.tensor, (*source.ops, *ops)) for source in found)
+    return tuple(replace(source, ops=(*source.ops, *ops)) for source in found)
 
 
 def _scales(info: ArrayInfo, key: str) -> ArrayInfo:
-    rows, cols = (-(-size // FP8_BLOCK) for size in info.shape[-2:])
-    return ArrayInfo((*info.shape[:-2], rows, cols), "float32", info.axes, layers=info.layers, scale_of=key)
+    block = SCALED[info.dtype]
+    shape = (*info.shape[:-2], *block.count(*info.shape[-2:]))
+    return ArrayInfo(shape, block.dtype, info.axes, layers=info.layers, scale_of=key)
 
 
 def top_arrays(graph: Graph, plan: Plan) -> dict[str, ArrayInfo]:
     """Embedding, final norm and head, by checkpoint key."""
-    dtypes = role_dtypes(plan)
-    return {
-        key: ArrayInfo(w.shape, dtypes.of(w.role), w.axes, sources(graph, key), init=w.init)
-        for key, w in model_weights(graph).items()
-    }
+    dtypes, tiling = role_dtypes(plan), load_target(plan.target).tiling
+
+    def one(key: str, weight: Weight) -> ArrayInfo:
+        rows = pinned_rows(key, weight.shape, tiling)
+        source = sources(graph, key)
+        return ArrayInfo(weight.shape, dtypes.of(weight.role), weight.axes, source, init=weight.init, row_major=rows)
+
+    return {key: one(key, weight) for key, weight in model_weights(graph).items()}
 
 
-def norm_array(graph: Graph, slot: str, plan: Plan, layers: tuple[int, ...]) -> ArrayInfo:
-    """Gains of one residual slot's norm ("mixer_norm" or "ffn_norm") over the given layers."""
-    return _stacked(graph, f"layer.{slot}", residual_weights(graph)[f"layer.{slot}"], (), plan, layers)
+def residual_array(graph: Graph, key: str, plan: Plan, layers: tuple[int, ...]) -> ArrayInfo:
+    """A layer's own weight, e.g. "layer.mixer_norm", over the given layers."""
+    return _stacked(graph, key, all_residual_weights(graph)[key], (), plan, layers)
 
 
 def state_arrays(graph: Graph, plan: Plan) -> tuple[StateArray, ...]:
@@ -138,20 +146,32 @@ def _state_array(
         inner=inner,
         axes=state.axes,
         dtype=role_dtypes(plan).of(state.role),
+        window=state.window if isinstance(state, PagedState) else None,
     )
 
 
-def mesh_rules(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Logical axis -> mesh axes. Vocabulary is cut tensor-major, so that the head can gather over tp last."""
+def mesh_rules(graph: Graph, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Logical axis of the model -> mesh axes. Vocabulary is cut tensor-major, so that the head gathers over tp last."""
     mesh = plan.mesh
     everything = mesh.attention_tp + mesh.attention_dp
+    whole = tuple(name for name, _ in mesh.axes)
     roles = {
         "attention_dp": mesh.attention_dp,
         "attention_tp": mesh.attention_tp,
         "expert_ep": mesh.expert_ep,
         "expert_tp": mesh.expert_tp,
-        "shared": tuple(name for name, _ in mesh.axes) if plan.shared_expert == "sharded" else (),
+        "shared": whole if plan.shared_expert == "sharded" else (),
+        "mlp": whole if plan.mlp == "sharded" else (),
         "embed": everything if plan.embed == "sharded" else (),
         "head": everything if plan.head == "sharded" else (),
     }
-    return {axis: roles[role] for axis, role in AXIS_ROLES.items()}
+    return {axis: roles[role] for axis, role in axis_roles().items() if axis in _axes(graph)}
+
+
+def _axes(graph: Graph) -> set[str | None]:
+    """The logical axes the model's arrays have."""
+    found: set[str | None] = {"rank", *(axis for weight in model_weights(graph).values() for axis in weight.axes)}
+    for inst in graph.blocks().values():
+        for array in (*block_weights(graph, inst).values(), *block_state(graph, inst)):
+            found |= set(array.axes)
+    return found

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from moec.blocks.core.array_info import FP8
+from moec.blocks.core.array_info import SCALED
 from moec.blocks.core.declare import NormFields
 from moec.blocks.core.emission import Constant, Emission, Site
 from moec.blocks.registry import BLOCKS, EMITTERS
 
-from ..graph.ir import BlockInst, Graph, Group, Layer
+from ..graph.ir import Addition, BlockInst, Branch, Graph, Group, Layer
 from ..plan.plan import BucketPlan, Plan
 from .arrays import StateArray, mesh_rules, state_arrays
 
@@ -18,10 +18,9 @@ WIDTH = 110  # of emitted lines
 
 @dataclass(frozen=True)
 class BlockView:
-    """One emitted block function: norm, call, residual add.
+    """One emitted block function: from its input to its output.
 
-    params, returns: what the function takes and gives back beside x_TD.
-    setup: lines that unpack the pools it updates.
+    params, returns: what the function takes and gives back. setup: lines that unpack the pools it updates.
     """
 
     name: str
@@ -31,19 +30,18 @@ class BlockView:
     params: str
     returns: str
     setup: tuple[str, ...]
-    norm: str
     fields: dict
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One emitted function per distinct layer kind: its two block calls."""
+    """One emitted function per distinct layer kind: norms, block calls, residual additions."""
 
     name: str
     doc: str
     params: str
     returns: str
-    calls: tuple[str, ...]
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,11 @@ class ProgramView:
     pools: tuple[PoolView, ...]
     slot_keys: tuple[str, ...]
     kv_writes: tuple[tuple[str, str], ...]
+    stacks: str
     hidden: str
     final_norm: str
     embed: str
-    head: str
+    head: tuple[str, ...]
     buckets: tuple[tuple[str, str], ...]
 
 
@@ -118,9 +117,13 @@ def block_function(inst: BlockInst) -> str:
     return f"{inst.name}_block"
 
 
-def layer_function(layer: Layer) -> str:
-    """Name of the emitted function of a layer kind."""
-    return f"{layer.kind}_layer"
+def layer_functions(graph: Graph) -> dict[Layer, str]:
+    """Name of the emitted function of every layer kind; kinds that differ in norms or factors only are numbered."""
+    names: dict[Layer, str] = {}
+    for _, layer in graph.distinct_layers():
+        same = sum(other.kind == layer.kind for other in names)
+        names[layer] = f"{layer.kind}_layer{same + 1 if same else ''}"
+    return names
 
 
 def wrapped(target: str, function: str, args: Sequence[str], indent: int) -> list[str]:
@@ -131,31 +134,36 @@ def wrapped(target: str, function: str, args: Sequence[str], indent: int) -> lis
     return [head, f"    {inner}", ")"]
 
 
-def norm_call(norm: NormFields, x: str, gain: str) -> str:
-    """The call that norms x."""
-    return f"rms_norm({x}, {gain}, eps={norm.eps!r}, zero_centered={norm.zero_centered})"
+def norm_call(norm: NormFields, x: str, name: str) -> str:
+    """The call that norms x with the parameters called `name`."""
+    if norm.kind == "layer":
+        bias = f'w["{name}_bias"]' if norm.bias else None
+        return f'layer_norm({x}, w["{name}"], {bias}, eps={norm.eps!r})'
+    return f'rms_norm({x}, w["{name}"], eps={norm.eps!r}, zero_centered={norm.zero_centered})'
 
 
 def view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> ProgramView:
     """Compute the whole view of one program."""
     pools = state_arrays(graph, plan)
     emissions = {inst.name: emission(inst, graph, plan) for inst in graph.blocks().values()}
-    blocks = tuple(_block(inst, graph, plan, emissions[inst.name], pools) for inst in graph.blocks().values())
+    blocks = tuple(_block(inst, graph, emissions[inst.name], pools) for inst in graph.blocks().values())
+    program = _Program(graph, pools, emissions, layer_functions(graph))
     return ProgramView(
         header=header,
         title=_title(graph, plan),
-        imports=_imports(plan, emissions, pools),
+        imports=_imports(graph, plan, emissions, pools),
         constants=_constants(graph, plan, emissions),
-        rules=tuple((axis, text(axes)) for axis, axes in mesh_rules(plan).items()),
+        rules=tuple((axis, text(axes)) for axis, axes in mesh_rules(graph, plan).items()),
         blocks=blocks,
-        layers=tuple(_layer(layer, graph, pools) for layer in _distinct_layers(graph)),
-        groups=tuple(_group(i, group, graph, pools) for i, group in enumerate(graph.groups)),
+        layers=tuple(_layer(layer, program) for layer in program.functions),
+        groups=tuple(_group(i, group, program) for i, group in enumerate(graph.groups)),
         pools=tuple(_pool(pool, plan) for pool in pools),
         slot_keys=tuple(p.key for p in pools if not p.paged),
         kv_writes=_kv_writes(graph, pools),
+        stacks='w["stacks"]' if any(_has_stack(inst, graph) for inst in graph.blocks().values()) else "{}",
         hidden=_joined([f"hidden{i}" for i in range(len(graph.groups))]),
-        final_norm=norm_call(graph.final_norm, "x_TD", 'w["final_norm"]'),
-        embed=_embed(plan),
+        final_norm=norm_call(graph.final_norm, "x_TD", "final_norm"),
+        embed=_embed(graph, plan),
         head=_head(graph, plan),
         buckets=tuple((b.name, _bucket(b)) for b in plan.buckets),
     )
@@ -176,12 +184,14 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
         ep=mesh.ep,
         etp=mesh.etp,
         shared_sharded=plan.shared_expert == "sharded",
-        scaled=plan.dtypes.expert == FP8,
+        mlp_sharded=plan.mlp == "sharded",
+        scaled=plan.dtypes.expert in SCALED,
         tuning=_tuning({k[len(prefix) :]: v for k, v in plan.tuning.items() if k.startswith(prefix)}),
+        layers=graph.layers_of(inst.name),
     )
     found = EMITTERS[inst.kind]().emit(inst.fields, site)
     layers = Constant(f"{site.prefix}_LAYERS", str(len(graph.layers_of(inst.name))), f"layers with {inst.name}")
-    return Emission(found.imports, (layers, *found.constants), found.doc, found.fields)
+    return replace(found, constants=(layers, *found.constants))
 
 
 def _tuning(flat: dict[str, int]) -> dict[str, object]:
@@ -203,12 +213,15 @@ def _title(graph: Graph, plan: Plan) -> str:
     return f"{graph.name} on {plan.target}: {graph.num_layers} layers, attention {attention}, experts {experts}."
 
 
-def _imports(plan: Plan, emissions: dict[str, Emission], pools: tuple[StateArray, ...]) -> tuple[tuple[str, str], ...]:
+def _imports(
+    graph: Graph, plan: Plan, emissions: dict[str, Emission], pools: tuple[StateArray, ...]
+) -> tuple[tuple[str, str], ...]:
     """(module, names) pairs, sorted, one line per module."""
     core = "moec.blocks.core"
+    norms = {graph.final_norm.kind, *(norm.fields.kind for _, layer in graph.distinct_layers() for norm in layer.norms)}
     pairs = {
         (f"{core}.array_info", "ArrayInfo"),
-        (f"{core}.norm", "rms_norm"),
+        *((f"{core}.norm", f"{kind}_norm") for kind in norms),
         (variant_module(plan, "embed"), "lookup_sharded" if plan.embed == "sharded" else "lookup"),
         (variant_module(plan, "head"), "logits_sharded" if plan.head == "sharded" else "logits"),
         (variant_module(plan, "sampling"), "sample"),
@@ -262,25 +275,34 @@ def _has_stack(inst: BlockInst, graph: Graph) -> bool:
     return any(w.stacked for w in BLOCKS[inst.kind]().weights(inst.fields, graph.dims).values())
 
 
-def _block(inst: BlockInst, graph: Graph, plan: Plan, emitted: Emission, pools: tuple[StateArray, ...]) -> BlockView:
-    layer, slot = next(
-        (layer, slot)
-        for _, layer in graph.layers()
-        for slot in ("mixer", "ffn")
-        if getattr(layer, slot).name == inst.name
-    )
+@dataclass(frozen=True)
+class _Program:
+    """What the functions of layers and groups are computed from."""
+
+    graph: Graph
+    pools: tuple[StateArray, ...]
+    emissions: dict[str, Emission]
+    functions: dict[Layer, str]
+
+    def outs(self, inst: BlockInst) -> list[str]:
+        """What a block gives back beside its output."""
+        pools = ["pools"] if _own_pools(inst, self.pools, False) else []
+        return pools + (["new_kv_TC"] if _own_pools(inst, self.pools, True) else [])
+
+
+def _block(inst: BlockInst, graph: Graph, emitted: Emission, pools: tuple[StateArray, ...]) -> BlockView:
     slots, paged = _own_pools(inst, pools, False), _own_pools(inst, pools, True)
     packed = ", ".join(f'"{p.key}": {_local_name(p)}' for p in slots)
-    returns = ["x_TD + y_TD"] + (["pools | {" + packed + "}"] if slots else []) + (["new_kv_TC"] if paged else [])
+    returns = ["y_TD"] + (["pools | {" + packed + "}"] if slots else []) + (["new_kv_TC"] if paged else [])
+    first = ("h_TD", "x_TD", "w") if emitted.reads_residual else ("h_TD", "w")
     return BlockView(
         name=inst.name,
         function=block_function(inst),
         kind=inst.kind,
         doc=emitted.doc,
-        params=", ".join(_params(inst, graph, pools, ("x_TD", "w"), "stack", "layer")),
+        params=", ".join(_params(inst, graph, pools, first, "stack", "layer")),
         returns=", ".join(returns),
         setup=tuple(f'{_local_name(p)} = pools["{p.key}"]' for p in slots),
-        norm=norm_call(getattr(layer, f"{slot}_norm"), "x_TD", f'w["{slot}_norm"]'),
         fields=emitted.fields,
     )
 
@@ -307,35 +329,61 @@ def _params(
     return [*args, "rows", layer, "bucket"]
 
 
-def _distinct_layers(graph: Graph) -> tuple[Layer, ...]:
-    found: dict[str, Layer] = {}
-    for _, layer in graph.layers():
-        found.setdefault(layer.kind, layer)
-    return tuple(found.values())
-
-
-def _layer(layer: Layer, graph: Graph, pools: tuple[StateArray, ...]) -> LayerView:
-    calls, returns = [], ["x_TD"]
-    for inst in (layer.mixer, layer.ffn):
-        args = _params(inst, graph, pools, ("x_TD", "w"), f'stacks["{inst.name}"]', f"{inst.name}_index")
-        outs = ["x_TD"]
-        outs += ["pools"] if _own_pools(inst, pools, False) else []
-        outs += ["new_kv_TC"] if _own_pools(inst, pools, True) else []
-        calls.append(f"{', '.join(outs)} = {block_function(inst)}({', '.join(args)})")
-        returns += outs[1:]
-    params = _layer_params(layer, graph, pools, [f"{inst.name}_index" for inst in (layer.mixer, layer.ffn)])
+def _layer(layer: Layer, program: _Program) -> LayerView:
+    lines = [line for addition in layer.additions for line in _addition(addition, program)]
+    if layer.scaled:
+        lines.append('x_TD = x_TD * w["scale"]')
+    outs = [out for inst in layer.blocks for out in program.outs(inst)]
+    params = _layer_params(layer, program.graph, program.pools, [f"{inst.name}_index" for inst in layer.blocks])
     return LayerView(
-        name=layer_function(layer),
-        doc=f"{layer.mixer.name}, then {layer.ffn.name}; each adds to the residual stream after its norm.",
+        name=program.functions[layer],
+        doc=f"{', then '.join(_blocks_text(one) for one in layer.additions)}; each adds to the residual stream.",
         params=", ".join(["x_TD", "w", *params, "bucket"]),
-        returns=", ".join(dict.fromkeys(returns)),
-        calls=tuple(calls),
+        returns=", ".join(dict.fromkeys(["x_TD", *outs])),
+        lines=tuple(lines),
     )
+
+
+def _blocks_text(addition: Addition) -> str:
+    return " beside ".join(branch.inst.name for branch in addition.branches)
+
+
+def _addition(addition: Addition, program: _Program) -> list[str]:
+    """Lines from x_TD to the x_TD after one residual addition."""
+    lines = [f"h_TD = {norm_call(addition.norm.fields, 'x_TD', addition.norm.name)}"] if addition.norm else []
+    shared = "h_TD" if addition.norm else "x_TD"
+    outputs = ["y_TD"] if len(addition.branches) == 1 else [f"{b.inst.name}_TD" for b in addition.branches]
+    for branch, output in zip(addition.branches, outputs, strict=True):
+        lines += _branch(branch, shared, output, program)
+    if len(outputs) > 1:
+        lines.append(f"y_TD = {' + '.join(outputs)}")
+    if addition.post_norm:
+        lines.append(f"y_TD = {norm_call(addition.post_norm.fields, 'y_TD', addition.post_norm.name)}")
+    kept = "h_TD" if addition.keeps_normed else "x_TD"
+    return [*lines, f"x_TD = {_times(addition.skip, kept)} + {_times(addition.scale, 'y_TD')}"]
+
+
+def _times(factor: float, name: str) -> str:
+    return name if factor == 1 else f"{factor!r} * {name}"
+
+
+def _branch(branch: Branch, shared: str, output: str, program: _Program) -> list[str]:
+    """Lines from a branch's input to its output."""
+    inst, source, lines = branch.inst, shared, []
+    if branch.norm:
+        source = "h_TD"
+        lines.append(f"h_TD = {norm_call(branch.norm.fields, 'x_TD', branch.norm.name)}")
+    first = (source, "x_TD", "w") if program.emissions[inst.name].reads_residual else (source, "w")
+    args = _params(inst, program.graph, program.pools, first, f'stacks["{inst.name}"]', f"{inst.name}_index")
+    lines += wrapped(", ".join([output, *program.outs(inst)]), block_function(inst), args, 4)
+    if branch.post_norm:
+        lines.append(f"{output} = {norm_call(branch.post_norm.fields, output, branch.post_norm.name)}")
+    return lines
 
 
 def _layer_params(layer: Layer, graph: Graph, pools: tuple[StateArray, ...], ordinals: list[str]) -> list[str]:
     """What a layer function takes after x_TD and w: only what its blocks use."""
-    insts = (layer.mixer, layer.ffn)
+    insts = layer.blocks
     owned = [pool for inst in insts for pool in pools if pool.block == inst.name]
     used = ["pools"] if any(not pool.paged for pool in owned) else []
     used += ["kv"] if any(pool.paged for pool in owned) else []
@@ -344,22 +392,22 @@ def _layer_params(layer: Layer, graph: Graph, pools: tuple[StateArray, ...], ord
     return [*used, "rows", *ordinals]
 
 
-def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]) -> GroupView:
+def _group(index: int, group: Group, program: _Program) -> GroupView:
     steps: list[StepView] = []
     new_kv: dict[str, list[str]] = {}
     for position, layer in enumerate(group.layers):
         outs = ["x_TD"]
-        for inst in (layer.mixer, layer.ffn):
-            if _own_pools(inst, pools, False):
+        for inst in layer.blocks:
+            if _own_pools(inst, program.pools, False):
                 outs.append("pools")
-            for pool in _own_pools(inst, pools, True):
+            for pool in _own_pools(inst, program.pools, True):
                 rows = f"{inst.name}_kv{position}"
                 outs.append(rows)
                 new_kv.setdefault(pool.key, []).append(rows)
-        pair = (layer.mixer, layer.ffn)
-        ordinals = [f"{inst.name}_index={_ordinal(inst, group, position, graph)}" for inst in pair]
-        args = ["x_TD", f'w["layer{position}"]', *_layer_params(layer, graph, pools, ordinals), "bucket=bucket"]
-        steps.append(StepView(tuple(wrapped(", ".join(dict.fromkeys(outs)), layer_function(layer), args, 8))))
+        ordinals = [f"{inst.name}_index={_ordinal(inst, group, position, program.graph)}" for inst in layer.blocks]
+        params = _layer_params(layer, program.graph, program.pools, ordinals)
+        args = ["x_TD", f'w["layer{position}"]', *params, "bucket=bucket"]
+        steps.append(StepView(tuple(wrapped(", ".join(dict.fromkeys(outs)), program.functions[layer], args, 8))))
     first, last = group.first_layer, group.first_layer + group.repeat * len(group.layers) - 1
     return GroupView(
         name=f"group{index}",
@@ -373,9 +421,10 @@ def _group(index: int, group: Group, graph: Graph, pools: tuple[StateArray, ...]
 def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
     """Which of the block's layers this is, as an expression in the scan index i."""
     before = sum(i < group.first_layer for i in graph.layers_of(inst.name))
-    names = [(layer.mixer.name, layer.ffn.name) for layer in group.layers]
-    stride = sum(inst.name in pair for pair in names)
-    offset = before + sum(inst.name in pair for pair in names[:position])
+    uses = [inst in layer.blocks for layer in group.layers]
+    stride, offset = sum(uses), before + sum(uses[:position])
+    if group.repeat == 1:
+        return str(offset)
     scaled = "i" if stride == 1 else f"{stride} * i"
     return f"{scaled} + {offset}" if offset else scaled
 
@@ -385,9 +434,8 @@ def _pool(pool: StateArray, plan: Plan) -> PoolView:
     axes = text(("rank", None, None, *pool.axes))
     if pool.paged:
         shape = f'(NUM_RANKS, {layers} * pages["{pool.key}"], PAGE_SIZE, {inner})'
-        size = (
-            f'"tokens_per_page": PAGE_SIZE, "bytes_per_page": {pool.bytes_per_entry * plan.page_size}, "window": None'
-        )
+        page_bytes = pool.bytes_per_entry * plan.page_size
+        size = f'"tokens_per_page": PAGE_SIZE, "bytes_per_page": {page_bytes}, "window": {pool.window}'
     else:
         shape = f'(NUM_RANKS, {layers}, slots["{pool.key}"], {inner})'
         size = f'"bytes_per_slot": {pool.bytes_per_entry}'
@@ -403,7 +451,7 @@ def _kv_writes(graph: Graph, pools: tuple[StateArray, ...]) -> tuple[tuple[str, 
         parts = [
             f'new_kv{i}["{pool.key}"]'
             for i, group in enumerate(graph.groups)
-            if any(pool.block in (layer.mixer.name, layer.ffn.name) for layer in group.layers)
+            if any(inst.name == pool.block for layer in group.layers for inst in layer.blocks)
         ]
         found.append((pool.key, ", ".join(parts)))
     return tuple(found)
@@ -413,17 +461,27 @@ def _joined(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"jnp.concatenate([{', '.join(parts)}])"
 
 
-def _embed(plan: Plan) -> str:
+def _embed(graph: Graph, plan: Plan) -> str:
+    found = 'lookup(w["embed"]["table"], tokens_T)'
     if plan.embed == "sharded":
-        return 'lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR)'
-    return 'lookup(w["embed"]["table"], tokens_T)'
+        found = 'lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR)'
+    return _times(graph.embed.scale, f"{found}.astype(ACTIVATION)")
 
 
-def _head(graph: Graph, plan: Plan) -> str:
-    matrix = 'w["embed"]["table"].T' if graph.tied_head else 'w["head"]["w"]'
-    if plan.head == "sharded":
-        return f"logits_sharded(h_TD, {matrix}, DATA, TENSOR)"
-    return f"logits(h_TD, {matrix})"
+def _head(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """Lines that compute logits from h_TD and end in a return."""
+    head = graph.head
+    matrix = 'w["embed"]["table"].T' if head.tied else 'w["head"]["w"]'
+    sharded = plan.head == "sharded"
+    call = f"logits_sharded(h_TD, {matrix}, DATA, TENSOR)" if sharded else f"logits(h_TD, {matrix})"
+    lines = [f"logits_TV = {call}"]
+    if head.bias:
+        lines.append('logits_TV = logits_TV + w["head"]["b"].astype(jnp.float32)')
+    if head.scale != 1:
+        lines.append(f"logits_TV = {head.scale!r} * logits_TV")
+    if head.softcap:
+        lines.append(f"logits_TV = {head.softcap!r} * jnp.tanh(logits_TV / {head.softcap!r})")
+    return (f"return {call}",) if len(lines) == 1 else (*lines, "return logits_TV")
 
 
 def _bucket(bucket: BucketPlan) -> str:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from moec.blocks.core.array_info import ArrayInfo, Source
 
-from ..graph.ir import BlockInst, Graph, Group
+from ..graph.ir import Graph, Group
+from ..graph.weights import all_residual_weights, layers_with, residual_weights
 from ..plan.plan import Plan
-from .arrays import dense_arrays, expert_arrays, norm_array, top_arrays
+from .arrays import dense_arrays, expert_arrays, residual_array, top_arrays
 from .view import text
 
 WIDTH = 110
@@ -59,13 +60,12 @@ def _tables(graph: Graph, plan: Plan) -> list[TableView]:
         if stacks:
             doc = f"{inst.name} weights of all its layers in one stack, which no loop slices."
             found.append(TableView(f"{inst.name}_stack", doc, _lines(stacks, "layers")))
-    for slot in ("mixer_norm", "ffn_norm"):
-        info = norm_array(graph, slot, plan, tuple(range(graph.num_layers)))
-        found.append(
-            TableView(
-                f"{slot}_weights", "Gains of one norm of the given layers.", tuple(info_lines("", info, "layers"))
-            )
-        )
+    for key in all_residual_weights(graph):
+        name = key.removeprefix("layer.")
+        info = residual_array(graph, key, plan, layers_with(graph, key))
+        what = "The factor of the result" if name == "scale" else "A parameter of a norm"
+        doc = f"{what} of the given layers."
+        found.append(TableView(f"{name}_weights", doc, tuple(info_lines("", info, "layers"))))
     return found
 
 
@@ -90,6 +90,8 @@ def info_lines(prefix: str, info: ArrayInfo, layers: str) -> list[str]:
         args.append(f'init="{info.init}"')
     if info.scale_of:
         args.append(f'scale_of="{info.scale_of}"')
+    if info.row_major:
+        args.append("row_major=True")
     end = "," if prefix else ""
     one_line = f"{prefix}ArrayInfo({', '.join(args)}){end}"
     if len(one_line) <= WIDTH:
@@ -107,10 +109,10 @@ def _argument(arg: str, sources: tuple[Source, ...]) -> list[str]:
 
 
 def source_text(source: Source) -> str:
-    """Source("name", ops) as Python text."""
-    if not source.ops:
-        return f'Source("{source.tensor}")'
-    return f'Source("{source.tensor}", {text(source.ops)})'
+    """Source("name", ops, packed="mxfp4") as Python text, without what is empty."""
+    ops = f", {text(source.ops)}" if source.ops else ""
+    packed = f', packed="{source.packed}"' if source.packed else ""
+    return f'Source("{source.tensor}"{ops}{packed})'
 
 
 def _tree(graph: Graph, plan: Plan) -> list[str]:
@@ -118,30 +120,26 @@ def _tree(graph: Graph, plan: Plan) -> list[str]:
     top = top_arrays(graph, plan)
     lines = ['"embed": {', *("    " + x for x in info_lines('"table": ', top["embed.table"], "")), "},"]
     for index, group in enumerate(graph.groups):
-        lines += [f'"group{index}": {{', *("    " + x for x in _group(group)), "},"]
+        lines += [f'"group{index}": {{', *("    " + x for x in _group(graph, group)), "},"]
     stacked = [inst for inst in graph.blocks().values() if expert_arrays(graph, inst, plan)]
-    lines.append('"stacks": {')
-    lines += [f'    "{inst.name}": {inst.name}_stack({_range(graph.layers_of(inst.name))}),' for inst in stacked]
-    lines.append("},")
-    lines += info_lines('"final_norm": ', top["final_norm"], "")
-    if "head.w" in top:
-        lines += ['"head": {', *("    " + x for x in info_lines('"w": ', top["head.w"], "")), "},"]
-    return lines
+    inner = [f'    "{inst.name}": {inst.name}_stack({_range(graph.layers_of(inst.name))}),' for inst in stacked]
+    lines += ['"stacks": {', *inner, "},"] if inner else []
+    for key in ("final_norm", "final_norm_bias"):
+        lines += info_lines(f'"{key}": ', top[key], "") if key in top else []
+    head = [key for key in ("head.w", "head.b") if key in top]
+    inner = [line for key in head for line in info_lines(f'"{key.removeprefix("head.")}": ', top[key], "")]
+    return [*lines, '"head": {', *("    " + x for x in inner), "},"] if head else lines
 
 
-def _group(group: Group) -> list[str]:
+def _group(graph: Graph, group: Group) -> list[str]:
     lines = []
     for position, layer in enumerate(group.layers):
         layers = _range(group.layer_indices(position))
         lines.append(f'"layer{position}": {{')
-        lines += [f'    "mixer_norm": mixer_norm_weights({layers}),', f'    "ffn_norm": ffn_norm_weights({layers}),']
-        lines += [f'    "{inst.name}": {inst.name}_weights({layers}),' for inst in _blocks_of(layer.mixer, layer.ffn)]
+        names = [key.removeprefix("layer.") for key in residual_weights(graph, layer)] + [b.name for b in layer.blocks]
+        lines += [f'    "{name}": {name}_weights({layers}),' for name in names]
         lines.append("},")
     return lines
-
-
-def _blocks_of(*insts: BlockInst) -> tuple[BlockInst, ...]:
-    return tuple(dict.fromkeys(insts))
 
 
 def _range(layers: tuple[int, ...]) -> str:

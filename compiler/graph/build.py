@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moec.blocks.core.declare import BlockFields, ModelDims
+from moec.blocks.core.declare import BlockFields, ModelDims, NormFields
 
-from ..spec.schema import Checkpoint, LayerEntry, LayerGroup, ModelSpec, TensorRule
-from .ir import BlockInst, CheckpointSpec, Graph, Group, Layer, TensorMap
+from ..spec.schema import Checkpoint, LayerEntry, LayerGroup, ModelSpec, Residual, TensorRule
+from .ir import Addition, BlockInst, Branch, CheckpointSpec, Embed, Graph, Group, Head, Layer, Norm, TensorMap
 from .sources import sources as sources  # part of this module's interface
 from .weights import layer_weights as layer_weights
 
@@ -25,7 +25,8 @@ def build(spec: ModelSpec) -> Graph:
         dims=ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm),
         groups=tuple(groups),
         final_norm=spec.final_norm.resolve(spec.defaults.norm),
-        tied_head=spec.head.tied,
+        embed=Embed(**dict(spec.embed)),
+        head=Head(**dict(spec.head)),
         max_context=spec.max_context,
         checkpoint=_checkpoint(spec.checkpoint) if spec.checkpoint else None,
     )
@@ -35,14 +36,14 @@ def override_fields(fields: BlockFields, changes: Mapping[str, Any]) -> BlockFie
     """The block's fields with a layer entry's changes merged in (pydantic's ValidationError when illegal)."""
     if not changes:
         return fields
-    return type(fields).model_validate(_merge(fields.model_dump(), changes))
+    return type(fields).model_validate(merge(fields.model_dump(), changes))
 
 
-def _merge(base: Any, changes: Any) -> Any:
+def merge(base: Any, changes: Any) -> Any:
     """Nested mappings are merged key by key; anything else is replaced."""
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
-    return {**base, **{key: _merge(base.get(key), value) for key, value in changes.items()}}
+    return {**base, **{key: merge(base.get(key), value) for key, value in changes.items()}}
 
 
 class _Instances:
@@ -52,51 +53,94 @@ class _Instances:
         self.spec = spec
         self.known: list[BlockInst] = []
 
-    def get(self, base: str, changes: Mapping[str, Any]) -> BlockInst:
-        fields = override_fields(self.spec.blocks[base], changes)
+    def get(self, name: str, changes: Mapping[str, Any]) -> BlockInst:
+        fields = override_fields(self.spec.blocks[name], changes)
+        base = fields.like or name
         for inst in self.known:
             if inst.base == base and inst.fields == fields:
                 return inst
-        inst = BlockInst(self._free_name(base, fields), fields.model_dump()["kind"], fields, base)
+        inst = BlockInst(self._free_name(name, fields), fields.model_dump()["kind"], fields, base)
         self.known.append(inst)
         return inst
 
-    def _free_name(self, base: str, fields: BlockFields) -> str:
-        if fields == self.spec.blocks[base]:
-            return base
+    def _free_name(self, name: str, fields: BlockFields) -> str:
+        if fields == self.spec.blocks[name]:
+            return name
         taken = {*self.spec.blocks, *(inst.name for inst in self.known)}
         number = 2
-        while f"{base}_{number}" in taken:
+        while f"{name}_{number}" in taken:
             number += 1
-        return f"{base}_{number}"
+        return f"{name}_{number}"
 
 
 def _entry_layers(spec: ModelSpec, group: LayerGroup, entry: LayerEntry, instances: _Instances) -> list[Layer]:
-    ffn = entry.ffn or group.ffn
-    assert ffn is not None, "semantics.check_model refuses entries without an ffn"
-    norm = spec.defaults.norm
-    layer = Layer(
-        mixer=instances.get(entry.mixer, entry.override.mixer),
-        ffn=instances.get(ffn, entry.override.ffn),
-        mixer_norm=norm,
-        ffn_norm=norm,
-        residual=spec.defaults.residual,
+    """The entry's layer, `repeat` times."""
+    mixers = tuple(instances.get(name, entry.override.mixer) for name in (entry.mixer,) if name)
+    ffns = tuple(instances.get(name, entry.override.ffn) for name in entry.ffn or group.ffn or ())
+    residual = entry.residual or spec.defaults.residual
+    return [residual_layer(mixers, ffns, residual, spec.defaults.norm)] * entry.repeat
+
+
+def residual_layer(
+    mixers: tuple[BlockInst, ...], ffns: tuple[BlockInst, ...], residual: Residual, norm: NormFields
+) -> Layer:
+    """The additions of a layer whose slots hold these blocks; an empty slot has none.
+
+    Norms are called after their slot ("mixer_norm"), after nothing where a layer has one addition
+    ("norm"), and after their block where blocks that share an addition have their own.
+    """
+    slots = [("mixer_", mixers), ("ffn_", ffns)]
+    if residual.form == "parallel":
+        slots = [("", mixers + ffns)]
+    elif not (mixers and ffns):
+        slots = [("", mixers or ffns)]
+    additions = tuple(_addition(slot, insts, residual, norm) for slot, insts in slots)
+    return Layer(additions, residual.layer_scale)
+
+
+def _addition(slot: str, insts: tuple[BlockInst, ...], residual: Residual, norm: NormFields) -> Addition:
+    form, is_ffn = residual.form, slot == "ffn_"
+    before, after = form != "post", form in ("post", "sandwich")
+    own = residual.branch_norms and len(insts) > 1
+    pre, post = Norm(f"{slot}norm", norm), Norm(f"{slot}post_norm", norm)
+    return Addition(
+        branches=tuple(_branch(inst, norm, own and before, own and after) for inst in insts),
+        norm=pre if before and not own else None,
+        post_norm=post if after else None,
+        skip=residual.ffn_skip if is_ffn and residual.ffn_skip is not None else residual.skip,
+        scale=residual.ffn_scale if is_ffn and residual.ffn_scale is not None else residual.scale,
+        keeps_normed=form == "normed_skip",
     )
-    return [layer] * entry.repeat
+
+
+def _branch(inst: BlockInst, norm: NormFields, before: bool, after: bool) -> Branch:
+    name = inst.base or inst.name
+    return Branch(
+        inst, Norm(f"{name}_norm", norm) if before else None, Norm(f"{name}_post_norm", norm) if after else None
+    )
 
 
 def _checkpoint(table: Checkpoint) -> CheckpointSpec:
     """The table with `{prefix}` written out: one line per prefix."""
     lines: list[TensorMap] = []
-    for pattern, rule in table.tensors.items():
-        into, op = rule_targets(rule)
-        lines += [TensorMap(name, into, op, rule.transpose) for name in expand_prefix(pattern, table.prefix)]
+    for pattern, line in table.tensors.items():
+        for rule in single_rules(line):
+            into, op = rule_targets(rule)
+            how = (rule.transpose, rule.groups or 1, rule.flat, rule.packed)
+            lines += [TensorMap(name, into, op, *how) for name in expand_prefix(pattern, table.prefix)]
     return CheckpointSpec(
         tensors=tuple(lines),
         ignore=tuple(name for pattern in table.ignore for name in expand_prefix(pattern, table.prefix)),
         scale_suffix=table.scales.suffix if table.scales else None,
         scale_block=table.scales.block if table.scales else None,
     )
+
+
+def single_rules(rule: TensorRule) -> tuple[TensorRule, ...]:
+    """The rule itself, or for `either` one rule per weight."""
+    if rule.either is None:
+        return (rule,)
+    return tuple(rule.model_copy(update={"into": name, "either": None}) for name in rule.either)
 
 
 def rule_targets(rule: TensorRule) -> tuple[tuple[str, ...], Any]:

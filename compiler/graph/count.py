@@ -63,7 +63,7 @@ def _active_values(weight: Weight) -> int:
 def _state_values(graph: Graph, paged: bool) -> int:
     total = 0
     for _, layer in graph.layers():
-        for inst in (layer.mixer, layer.ffn):
+        for inst in layer.blocks:
             states = block_state(graph, inst)
             total += sum(math.prod(state.shape) for state in states if isinstance(state, PagedState) == paged)
     return total

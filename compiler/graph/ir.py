@@ -22,19 +22,65 @@ class BlockInst:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer kind at one position of a group: two pre-norm residual slots."""
+class Norm:
+    """A norm somewhere in a layer. name: its gain's weight key without "layer.", e.g. "mixer_norm"."""
 
-    mixer: BlockInst
-    ffn: BlockInst
-    mixer_norm: NormFields
-    ffn_norm: NormFields
-    residual: Literal["pre"] = "pre"
+    name: str
+    fields: NormFields
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One block of a residual addition, with norms of its own on its input and output where it has them."""
+
+    inst: BlockInst
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One addition to the residual stream: x = skip * kept + scale * post_norm(sum of branches(norm(x))).
+
+    norm: of the input all branches share; None = x itself. post_norm: of the sum; None = none.
+    keeps_normed: what is kept is norm(x), not x.
+    """
+
+    branches: tuple[Branch, ...]
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+    skip: float = 1.0
+    scale: float = 1.0
+    keeps_normed: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer kind at one position of a group: its additions in order. scaled: layer.scale multiplies the result."""
+
+    additions: tuple[Addition, ...]
+    scaled: bool = False
+
+    @property
+    def blocks(self) -> tuple[BlockInst, ...]:
+        """The blocks in order of execution."""
+        return tuple(branch.inst for addition in self.additions for branch in addition.branches)
 
     @property
     def kind(self) -> str:
         """Identifier of the layer kind, e.g. "gdn_moe"."""
-        return f"{self.mixer.name}_{self.ffn.name}"
+        return "_".join(inst.name for inst in self.blocks)
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Every norm of the layer, in order of execution."""
+        found: list[Norm | None] = []
+        for one in self.additions:
+            found.append(one.norm)
+            for branch in one.branches:
+                found += [branch.norm, branch.post_norm]
+            found.append(one.post_norm)
+        return tuple(norm for norm in found if norm)
 
 
 @dataclass(frozen=True)
@@ -58,12 +104,18 @@ class TensorMap:
     op: "whole" (one weight), "split" (rows of the out dim in order), "interleave"
         (out rows alternate over `into`).
     transpose: None = as the weight declares (linear weights are stored [out, in]).
+    groups: split within each of so many equal groups of out rows.
+    flat: the experts' matrices one below the other, [experts * rows, columns].
+    packed: format of 4-bit values, blocks.core.array_info.PACKED.
     """
 
     tensor: str
     into: tuple[str, ...]
     op: Literal["whole", "split", "interleave"] = "whole"
     transpose: bool | None = None
+    groups: int = 1
+    flat: bool = False
+    packed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +133,23 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
+class Embed:
+    """scale: factor of the embedding rows."""
+
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = cap * tanh(scale * (h @ w + bias) / cap). tied: w is the embedding table; softcap None = no cap."""
+
+    tied: bool = False
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
 class Graph:
     """A whole model."""
 
@@ -88,7 +157,8 @@ class Graph:
     dims: ModelDims
     groups: tuple[Group, ...]
     final_norm: NormFields
-    tied_head: bool
+    embed: Embed
+    head: Head
     max_context: int
     checkpoint: CheckpointSpec | None
 
@@ -103,15 +173,23 @@ class Graph:
                 for p, layer in enumerate(group.layers):
                     yield group.first_layer + r * len(group.layers) + p, layer
 
+    def distinct_layers(self) -> tuple[tuple[int, Layer], ...]:
+        """Each different layer once, with the index of the first."""
+        found: dict[Layer, int] = {}
+        for group in self.groups:
+            for position, layer in enumerate(group.layers):
+                found.setdefault(layer, group.first_layer + position)
+        return tuple((index, layer) for layer, index in found.items())
+
     def layers_of(self, name: str) -> tuple[int, ...]:
         """Absolute indices of the layers that use a block instance."""
-        return tuple(index for index, layer in self.layers() if name in (layer.mixer.name, layer.ffn.name))
+        return tuple(index for index, layer in self.layers() if any(inst.name == name for inst in layer.blocks))
 
     def blocks(self) -> dict[str, BlockInst]:
         """Distinct block instances by name, in order of first use."""
         found: dict[str, BlockInst] = {}
         for group in self.groups:
             for layer in group.layers:
-                for inst in (layer.mixer, layer.ffn):
+                for inst in layer.blocks:
                     found.setdefault(inst.name, inst)
         return found

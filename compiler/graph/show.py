@@ -6,9 +6,9 @@ from moec.blocks.core.array_info import Op, Source
 from moec.blocks.core.declare import NormFields, PagedState, SlotState, Weight
 
 from .count import active_params, kv_values_per_token, num_values, params_by_role, slot_values, total_params
-from .ir import BlockInst, Graph, Group
+from .ir import Addition, BlockInst, Graph, Group, Head, Norm
 from .sources import sources
-from .weights import block_state, block_weights, model_weights, residual_weights
+from .weights import all_residual_weights, block_state, block_weights, model_weights
 
 
 def show_graph(graph: Graph) -> str:
@@ -17,7 +17,7 @@ def show_graph(graph: Graph) -> str:
     for index, group in enumerate(graph.groups):
         lines += [*_group(index, group), ""]
     lines += ["model", *_weights(graph, "", model_weights(graph)), ""]
-    lines += ["every layer", *_weights(graph, "", residual_weights(graph)), ""]
+    lines += ["layers", *_weights(graph, "", all_residual_weights(graph)), ""]
     for inst in graph.blocks().values():
         lines += [*_block(graph, inst), ""]
     return "\n".join(lines)
@@ -32,20 +32,42 @@ def _head(graph: Graph) -> list[str]:
         f"  parameters  {total_params(graph):,} in total, {active_params(graph):,} active per token",
         f"  by role     {roles}",
         f"  state       {kv_values_per_token(graph):,} values per token, {slot_values(graph):,} values per sequence",
+        f"  layer norms {_norm(graph.dims.norm)}",
         f"  final norm  {_norm(graph.final_norm)}",
-        f"  head        {'tied to the embedding' if graph.tied_head else 'own matrix'}",
+        f"  head        {_head_text(graph.head)}",
+        *([f"  embed       times {graph.embed.scale:g}"] if graph.embed.scale != 1 else []),
     ]
+
+
+def _head_text(head: Head) -> str:
+    parts = ["tied to the embedding" if head.tied else "own matrix"]
+    parts += ["bias"] * head.bias + [f"times {head.scale:g}"] * (head.scale != 1)
+    return ", ".join([*parts, f"soft cap {head.softcap:g}"] if head.softcap else parts)
 
 
 def _group(index: int, group: Group) -> list[str]:
     last = group.first_layer + group.repeat * len(group.layers) - 1
     lines = [f"group {index}: layers {group.first_layer}..{last} = {group.repeat} x {len(group.layers)}"]
     for position, layer in enumerate(group.layers):
-        norms = _norm(layer.mixer_norm)
-        if layer.ffn_norm != layer.mixer_norm:
-            norms += f" | {_norm(layer.ffn_norm)}"
-        lines.append(f"  {position}: {layer.mixer.name} + {layer.ffn.name}, residual {layer.residual}, norm {norms}")
+        lines.append(f"  {position}: {layer.kind}")
+        lines += [f"     {_addition(one)}" for one in layer.additions]
+        lines += ["     x * layer.scale"] * layer.scaled
     return lines
+
+
+def _addition(one: Addition) -> str:
+    """The addition as a formula: x + gdn(mixer_norm(x))."""
+    shared = _normed(one.norm, "x")
+    branches = [_normed(b.post_norm, f"{b.inst.name}({_normed(b.norm, shared)})") for b in one.branches]
+    added = _normed(one.post_norm, " + ".join(branches))
+    if one.scale != 1:
+        added = f"{one.scale:g} * {added}" if len(branches) == 1 or one.post_norm else f"{one.scale:g} * ({added})"
+    kept = shared if one.keeps_normed else "x"
+    return f"{kept if one.skip == 1 else f'{one.skip:g} * {kept}'} + {added}"
+
+
+def _normed(norm: Norm | None, text: str) -> str:
+    return f"{norm.name}({text})" if norm else text
 
 
 def _block(graph: Graph, inst: BlockInst) -> list[str]:
@@ -61,7 +83,8 @@ def _block(graph: Graph, inst: BlockInst) -> list[str]:
 
 def _fields(values: dict[str, Any]) -> list[str]:
     """One line per field; what is not set is left out."""
-    return [f"{key} = {_value(value)}" for key, value in values.items() if key != "kind" and not _empty(value)]
+    told = ("kind", "like")  # in the line above
+    return [f"{key} = {_value(value)}" for key, value in values.items() if key not in told and not _empty(value)]
 
 
 def _empty(value: Any) -> bool:
@@ -106,7 +129,8 @@ def _op(op: Op) -> str:
 
 
 def _norm(norm: NormFields) -> str:
-    return f"{norm.kind} eps {norm.eps:g}{' zero-centred' if norm.zero_centered else ''}"
+    marks = " zero-centred" * norm.zero_centered + " with bias" * norm.bias
+    return f"{norm.kind} eps {norm.eps:g}{marks}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

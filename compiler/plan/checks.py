@@ -1,11 +1,12 @@
 """Questions that no plan answers, whatever the sharding: refused with their reason before any option is looked at."""
 
+from moec.blocks.core.declare import AxisRole
 from moec.targets.target import Target
 
 from ..graph.ir import Graph
 from ..problems import Problem
 from ..spec.schema import PlanPins, Workload
-from .space import has_shared_expert
+from .space import has_cut
 from .steps import least_tokens
 
 
@@ -21,18 +22,23 @@ def check_room(target: Target) -> list[Problem]:
 def check_placements(graph: Graph, target: Target, pins: PlanPins) -> list[Problem]:
     """Only what exists can be cut, and only over several devices; a tied head lies where the embedding does."""
     problems = []
-    pinned = {"embed": pins.embed, "head": pins.head, "shared_expert": pins.shared_expert}
+    pinned = {"embed": pins.embed, "head": pins.head, "shared_expert": pins.shared_expert, "mlp": pins.mlp}
     sharded = [key for key, place in pinned.items() if place == "sharded"]
-    if "shared_expert" in sharded and not has_shared_expert(graph):
-        sharded.remove("shared_expert")
-        text = "UNSUPPORTED: the model has no shared expert to be sharded"
-        problems.append(Problem("plan.shared_expert", text, "leave it out"))
+    parts: tuple[tuple[str, AxisRole, str], ...] = (
+        ("shared_expert", "shared", "shared expert"),
+        ("mlp", "mlp", "dense MLP"),
+    )
+    for key, role, what in parts:
+        if key in sharded and not has_cut(graph, role):
+            sharded.remove(key)
+            text = f"UNSUPPORTED: the model has no {what} to be sharded"
+            problems.append(Problem(f"plan.{key}", text, "leave it out"))
     if target.num_devices == 1:
         text = f"UNSUPPORTED: {target.name} is one device, nothing can be sharded"
         problems += [
             Problem(f"plan.{key}", text, "leave it out, or name a target of several devices") for key in sharded
         ]
-    if graph.tied_head and pins.embed and pins.head and pins.embed != pins.head:
+    if graph.head.tied and pins.embed and pins.head and pins.embed != pins.head:
         text = f"UNSUPPORTED: the head is tied to the embedding, which is pinned to {pins.embed}, got {pins.head}"
         problems.append(Problem("plan.head", text, f"plan.head={pins.embed}"))
     return problems

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moec.targets.target import Topology, read_topologies
+
 from ..problems import Problem, ProblemsError
 from ..spec.schema import PlanPins, Request
 from .checks import check_placements, check_room, check_sizes
 from .dtypes import check_dtypes, resolve_dtypes
-from .evaluate import GIB, Priced, Question, Rejected, evaluate
+from .evaluate import GIB, Placed, Priced, Question, Rejected, evaluate, place
 from .memory import BAND_PCT as MEMORY_BAND_PCT
 from .memory import available_bytes
 from .plan import Plan, Reason
@@ -156,6 +158,7 @@ def _pinned(pins: PlanPins, option: Option) -> list[tuple[str, Any, Any]]:
         ("embed", pins.embed, option.embed),
         ("head", pins.head, option.head),
         ("shared_expert", pins.shared_expert, option.shared_expert),
+        ("mlp", pins.mlp, option.mlp),
     )
     return [(f"plan.{key}={wanted}", wanted, got) for key, wanted, got in found if wanted is not None]
 
@@ -224,19 +227,43 @@ def _nearest(question: Question, judged: Sequence[Judged], left: Sequence[Judged
         return ""
     best_fit = min(short, key=_shortfall)
     most = int(best_fit.numbers["max_concurrency"])
+    more = larger_topology(question)
     if not most:
-        return _too_large(question.pins, short)
+        return _too_large(question.pins, short, more)
     fits = f"workload.concurrency={most}"
     if question.pins.max_seqs:
         fits = f"plan.max_seqs={most // best_fit.option.dp}"
-    return f"{fits} fits, with {best_fit.option.attention} and {best_fit.option.experts}"
+    whole = f"; {more} would hold it as it is" if more else ""
+    return f"{fits} fits, with {best_fit.option.attention} and {best_fit.option.experts}{whole}"
 
 
-def _too_large(pins: PlanPins, short: Sequence[Judged]) -> str:
-    """What to make smaller when not one sequence per rank fits."""
+def _too_large(pins: PlanPins, short: Sequence[Judged], more: str) -> str:
+    """What to make smaller when not one sequence per rank fits. more: the topology that would hold it, if any."""
     if all(one.numbers["weights_gib"] >= one.numbers["available_gib"] for one in short):
-        return "the weights alone do not fit: use more devices or smaller dtypes"
+        devices = f"{more} would hold it" if more else "no listed topology of this chip is large enough"
+        return f"the weights alone do not fit; {devices}, or smaller dtypes might do"
+    devices = f"; {more} would hold it" if more else ""
     sizes = [text for text in _pinned_sizes(pins) if not text.startswith("plan.max_seqs")]
     if sizes:
-        return f"the weights fit, not one sequence beside them: smaller than {', '.join(sizes)}"
-    return "the weights fit, not one sequence beside them: shorten workload.max_context or use more devices"
+        return f"the weights fit, not one sequence beside them: smaller than {', '.join(sizes)}{devices}"
+    return f"the weights fit, not one sequence beside them: shorten workload.max_context{devices}"
+
+
+def larger_topology(question: Question) -> str:
+    """Name of the chip's smallest larger topology on which some plan within the pins may run, "" when none is."""
+    listed = (Topology.model_validate(entry) for entry in read_topologies(question.target.chip).values())
+    for topology in sorted(listed, key=lambda one: one.num_devices):
+        target = question.target.model_copy(update={"topology": topology})
+        other = Question(question.graph, target, question.workload, question.pins, question.dtypes)
+        if topology.num_devices > question.target.num_devices and _some_plan(other):
+            return topology.name
+    return ""
+
+
+def _some_plan(question: Question) -> bool:
+    """Whether any option within the pins may run; prices nothing."""
+    for option in enumerate_options(question.graph, question.target.num_devices):
+        placed = None if violated_pin(question.pins, option) else place(question, option)
+        if isinstance(placed, Placed) and placed.fits:
+            return True
+    return False

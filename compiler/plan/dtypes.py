@@ -1,22 +1,26 @@
 """Dtypes of a plan: the target's defaults, the user's pins, and what neither can do."""
 
-from moec.blocks.core.array_info import FP8_BLOCK
+from moec.blocks.core.array_info import PACKED, SCALED
 from moec.blocks.core.work import Dtypes
 from moec.targets.target import Target
 
 from ..graph.ir import Graph
+from ..graph.weights import all_weights, table_key
 from ..problems import Problem
 from ..spec.schema import PlanPins
 
-# Storage formats a block turns into the activation dtype before its products.
-DEQUANTISED = ("float8_e4m3fn",)
+# Dtypes with block scales: a block turns them into the activation dtype before its products.
+DEQUANTISED = tuple(SCALED)
+FLOAT8 = "float8_e4m3fn"
 
 
 def resolve_dtypes(graph: Graph, target: Target, pins: PlanPins) -> Dtypes:
-    """Pins over the target's defaults. Experts take the scaled default only if the checkpoint table has scales."""
+    """Pins over the target's defaults. What experts take by default depends on how the checkpoint table stores them."""
     default = target.dtypes
     scaled = graph.checkpoint is not None and graph.checkpoint.scale_suffix is not None
-    expert = default.scaled_expert if scaled else default.expert
+    expert: str = default.scaled_expert if scaled else default.expert
+    if packed := packed_experts(graph):
+        expert = packed if default.packed_expert == "stored" else default.packed_expert
     wanted = pins.dtypes
     return Dtypes(
         activation=wanted.activation or default.activation,
@@ -26,6 +30,15 @@ def resolve_dtypes(graph: Graph, target: Target, pins: PlanPins) -> Dtypes:
         state=wanted.state or default.state,
         conv=wanted.conv or default.conv,
     )
+
+
+def packed_experts(graph: Graph) -> str | None:
+    """The 4-bit dtype in which the checkpoint table stores experts, in the first of its lines that does."""
+    experts = {table_key(graph, key) for key, weight in all_weights(graph).items() if weight.role == "expert"}
+    for line in graph.checkpoint.tensors if graph.checkpoint else ():
+        if line.packed and experts.intersection(line.into):
+            return PACKED[line.packed].dtype
+    return None
 
 
 def check_dtypes(graph: Graph, target: Target, dtypes: Dtypes) -> list[Problem]:
@@ -47,13 +60,26 @@ def check_dtypes(graph: Graph, target: Target, dtypes: Dtypes) -> list[Problem]:
     if dtypes.weight in DEQUANTISED:
         text = f"UNSUPPORTED: only expert stacks carry block scales, so other weights cannot be {dtypes.weight}"
         problems.append(Problem("plan.dtypes.weight", text, "valid: bfloat16, float32"))
-    table = graph.checkpoint
-    if dtypes.expert in DEQUANTISED and table is not None and table.scale_suffix is None:
+    table, block = graph.checkpoint, SCALED[FLOAT8]
+    if dtypes.expert == FLOAT8 and table is not None and table.scale_suffix is None:
         text = f"UNSUPPORTED: experts in {dtypes.expert} need block scales, and the checkpoint table has none"
         problems.append(Problem("plan.dtypes.expert", text, "declare model.checkpoint.scales"))
-    if dtypes.expert in DEQUANTISED and table and table.scale_block and set(table.scale_block) != {FP8_BLOCK}:
-        text = f"UNSUPPORTED: experts in {dtypes.expert} take one scale per {FP8_BLOCK} x {FP8_BLOCK} values"
+    if dtypes.expert == FLOAT8 and table and table.scale_block and table.scale_block != (block.rows, block.columns):
+        text = f"UNSUPPORTED: experts in {dtypes.expert} take one scale per {block.rows} x {block.columns} values"
         text += ", the checkpoint table says {} x {}".format(*table.scale_block)
         hint = "plan.dtypes.expert=bfloat16 dequantises them when they are loaded"
         problems.append(Problem("model.checkpoint.scales.block", text, hint))
-    return problems
+    return problems + _ragged_blocks(graph, dtypes.expert)
+
+
+def _ragged_blocks(graph: Graph, dtype: str) -> list[Problem]:
+    """4-bit experts have whole blocks of scales; one problem for the first that has not."""
+    if dtype not in SCALED or dtype == FLOAT8:
+        return []
+    rows = SCALED[dtype].rows
+    for key, weight in all_weights(graph).items():
+        if weight.role == "expert" and weight.shape[-2] % rows:
+            text = f"UNSUPPORTED: experts in {dtype} have one scale per {rows} values of the in dim"
+            text += f", and {key} has {weight.shape[-2]}"
+            return [Problem("plan.dtypes.expert", text, "valid: bfloat16, float32")]
+    return []

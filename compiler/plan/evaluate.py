@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from moec.blocks.core.array_info import FP8, FP8_BLOCK
 from moec.blocks.core.work import Degrees, Dtypes, Load
 from moec.targets.target import Target
 
@@ -59,8 +58,8 @@ class Question:
         if layers not in self._weights:
             arrays = layer_arrays(self.graph, layers, self.dtypes)
             self._weights[layers] = component_bytes(arrays, self.target.tiling)
-        outside = component_bytes(vocabulary_arrays(self.graph, degrees, self.dtypes), self.target.tiling)
-        return outside | self._weights[layers]
+        vocabulary = vocabulary_arrays(self.graph, degrees, self.dtypes, self.target.tiling)
+        return component_bytes(vocabulary, self.target.tiling) | self._weights[layers]
 
     def rows(self, option: Option) -> int:
         """Sequences per rank."""
@@ -140,10 +139,35 @@ class Rejected:
     numbers: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Placed:
+    """An option that the chips' number and the step sizes allow; whether it fits is another question."""
+
+    mesh: MeshPlan
+    steps: Steps
+    memory: MemoryPlan
+
+    @property
+    def fits(self) -> bool:
+        return needed_bytes(self.memory) <= available_bytes(self.memory)
+
+
 def evaluate(question: Question, option: Option) -> Priced | Rejected:
     """Divisibility, mesh, step sizes, HBM, in this order; then the price."""
-    scale_block = FP8_BLOCK if question.dtypes.expert == FP8 else None
-    if cut := indivisible(question.graph, option, scale_block):
+    placed = place(question, option)
+    if isinstance(placed, Rejected):
+        return placed
+    if not placed.fits:
+        return _out_of_memory(question, option, placed.memory)
+    loads = question.loads(option, placed.steps)
+    costs = {name: price_step(question.graph, question.machine, placed.mesh, load) for name, load in loads.items()}
+    share = mixed_share(option, placed.steps, question.workload)
+    return Priced(option, placed.mesh, placed.steps, placed.memory, costs, share, question.graph.num_layers)
+
+
+def place(question: Question, option: Option) -> Placed | Rejected:
+    """All hard constraints but HBM, and the memory that HBM has to hold."""
+    if cut := indivisible(question.graph, option, question.dtypes.expert):
         return Rejected(option, "INDIVISIBLE", str(cut), {"size": cut.size, "degree": cut.degree})
     mesh = mesh_of(option)
     if mesh is None:
@@ -157,13 +181,7 @@ def evaluate(question: Question, option: Option) -> Priced | Rejected:
             why,
             {"batched_tokens": steps.mixed_tokens, "seqs": steps.seqs, "page_size": steps.page_size},
         )
-    memory = question.memory(option, steps)
-    if needed_bytes(memory) > available_bytes(memory):
-        return _out_of_memory(question, option, memory)
-    loads = question.loads(option, steps)
-    costs = {name: price_step(question.graph, question.machine, mesh, load) for name, load in loads.items()}
-    share = mixed_share(option, steps, question.workload)
-    return Priced(option, mesh, steps, memory, costs, share, question.graph.num_layers)
+    return Placed(mesh, steps, question.memory(option, steps))
 
 
 def _no_room(steps: Steps) -> str:
@@ -183,4 +201,5 @@ def _out_of_memory(question: Question, option: Option, memory: MemoryPlan) -> Re
     weights = sum(question.weight_bytes(option.degrees).values()) / GIB
     room = f"at most {most} sequences of {context} tokens fit" if most else f"{weights:.1f} GiB are weights"
     numbers = {"needed_gib": needed, "available_gib": available, "max_concurrency": most, "weights_gib": weights}
-    return Rejected(option, "HBM", f"needs {needed:.1f} of {available:.2f} GiB per device; {room}", numbers)
+    why = f"needs {needed:.1f} of {available:.2f} GiB per device, {needed - available:.1f} too much; {room}"
+    return Rejected(option, "HBM", why, numbers)

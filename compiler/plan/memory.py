@@ -6,12 +6,12 @@ from functools import cache
 from itertools import permutations
 from math import prod
 
-from moec.blocks.core.array_info import FP8, FP8_BLOCK
-from moec.blocks.core.declare import AXIS_ROLES, PagedState, SlotState, Weight
-from moec.blocks.core.work import Degrees, Dtypes, Load, itemsize, touched
+from moec.blocks.core.array_info import SCALED
+from moec.blocks.core.declare import PagedState, SlotState, Weight
+from moec.blocks.core.work import Degrees, Dtypes, Load, itembits, itemsize, touched
 from moec.blocks.embed import cost as embed_cost
 from moec.blocks.head import cost as head_cost
-from moec.blocks.registry import COSTS
+from moec.blocks.registry import COSTS, axis_roles
 from moec.targets.target import Target, Tiling
 
 from ..graph.ir import BlockInst, Graph
@@ -25,35 +25,41 @@ BAND_PCT = 2.0
 Shape = tuple[int, ...]
 
 
-def padded_bytes(shape: Shape, dtype: str, tiling: Tiling) -> int:
+def padded_bytes(shape: Shape, dtype: str, tiling: Tiling, row_major: bool = False) -> int:
     """Bytes of an array in device memory; see _padded."""
-    return _padded(shape, itemsize(dtype), tiling.sublanes, tiling.lanes)
+    return _padded(shape, itembits(dtype), tiling.sublanes, tiling.lanes, row_major)
+
+
+def pinned_rows(key: str, shape: Shape, tiling: Tiling) -> bool:
+    """Whether a weight outside the layers is row major where the compiler would choose another order: an embedding
+    table whose rows are no whole tiles. It would re-lay out the table in every step to gather rows from it."""
+    return key == "embed.table" and shape[-1] % tiling.lanes > 0
 
 
 @cache
-def _padded(shape: Shape, size: int, sublanes: int, lanes: int) -> int:
-    """Bytes of values of `size` bytes each.
+def _padded(shape: Shape, bits: int, sublanes: int, lanes: int, row_major: bool) -> int:
+    """Bytes of values of `bits` each.
 
     The compiler orders dims so that padding is least: one dim in lanes, one in sublanes (fewer
     rows than a tile take a smaller tile), the others unpadded. One-dimensional arrays come in
     tiles of 128 to 1024 values.
     """
     if lanes == 1:
-        return prod(shape) * size
+        return -(-prod(shape) * bits // 8)
     if len(shape) == 1:
         tile = min(max(_power_of_two(shape[0]), lanes), lanes * sublanes)
-        return _round_up(shape[0], tile) * size
+        return _round_up(shape[0], tile) * bits // 8
     whole = prod(shape)
     least = min(
-        whole // (rows * columns) * _round_up(columns, lanes) * _padded_rows(rows, size, sublanes)
-        for rows, columns in permutations(shape, 2)
+        whole // (rows * columns) * _round_up(columns, lanes) * _padded_rows(rows, bits, sublanes)
+        for rows, columns in ([shape[-2:]] if row_major else permutations(shape, 2))
     )
-    return least * size
+    return least * bits // 8
 
 
-def _padded_rows(rows: int, size: int, sublanes: int) -> int:
-    """Rows are packed in 32-bit words: at least 4 // size of them."""
-    return _round_up(rows, min(max(_power_of_two(rows), 4 // size), sublanes))
+def _padded_rows(rows: int, bits: int, sublanes: int) -> int:
+    """Rows are packed in 32-bit words: at least 32 // bits of them."""
+    return _round_up(rows, min(max(_power_of_two(rows), 32 // bits), sublanes))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -72,6 +78,7 @@ class LocalArray:
     component: str
     shape: Shape
     dtype: str
+    row_major: bool = False
 
 
 def local_shape(inst: BlockInst | None, shape: Shape, axes: tuple[str | None, ...], degrees: Degrees) -> Shape:
@@ -81,26 +88,26 @@ def local_shape(inst: BlockInst | None, shape: Shape, axes: tuple[str | None, ..
     def local(size: int, axis: str | None) -> int:
         if axis is None:
             return size
-        degree = degrees.of(AXIS_ROLES[axis])
+        degree = degrees.of(axis_roles()[axis])
         return size // min(degree, heads.get(axis, degree))
 
     return tuple(local(size, axis) for size, axis in zip(shape, axes, strict=True))
 
 
-def vocabulary_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
+def vocabulary_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, tiling: Tiling) -> Iterator[LocalArray]:
     """Embedding, head and final norm on one device."""
     for key, weight in model_weights(graph).items():
         shape = local_shape(None, weight.shape, weight.axes, degrees)
-        yield LocalArray(key.partition(".")[0], shape, dtypes.of(weight.role))
+        yield LocalArray(key.partition(".")[0], shape, dtypes.of(weight.role), pinned_rows(key, shape, tiling))
 
 
 def layer_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
     """Every weight array of the layers on one device, as the emitted program stacks them."""
     for group in graph.groups:
         for layer in group.layers:
-            for weight in residual_weights(graph).values():
+            for weight in residual_weights(graph, layer).values():
                 yield LocalArray("norms", (group.repeat, *weight.shape), dtypes.of(weight.role))
-            for inst in (layer.mixer, layer.ffn):
+            for inst in layer.blocks:
                 yield from _scanned(graph, inst, group.repeat, degrees, dtypes)
     for inst in graph.blocks().values():
         yield from _stacked(graph, inst, len(graph.layers_of(inst.name)), degrees, dtypes)
@@ -114,15 +121,15 @@ def _scanned(graph: Graph, inst: BlockInst, repeat: int, degrees: Degrees, dtype
 
 
 def _stacked(graph: Graph, inst: BlockInst, layers: int, degrees: Degrees, dtypes: Dtypes) -> Iterator[LocalArray]:
-    """Expert stacks over all layers, and their block scales when they are float8."""
+    """Expert stacks over all layers, and their block scales when their dtype has them."""
     for weight in block_weights(graph, inst).values():
         if weight.stacked:
             dtype = dtypes.of(weight.role)
             shape = local_shape(inst, weight.shape, weight.axes, degrees)
             yield LocalArray(f"{inst.name}.experts", (layers, *shape), dtype)
-            if dtype == FP8:
-                scales = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
-                yield LocalArray(f"{inst.name}.scales", (layers, *scales), "float32")
+            if dtype in SCALED:
+                scales = (*shape[:-2], *SCALED[dtype].count(*shape[-2:]))
+                yield LocalArray(f"{inst.name}.scales", (layers, *scales), SCALED[dtype].dtype)
 
 
 def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps) -> Iterator[LocalArray]:
@@ -161,7 +168,8 @@ def component_bytes(arrays: Iterator[LocalArray], tiling: Tiling) -> dict[str, i
     """Padded bytes per component."""
     found: dict[str, int] = {}
     for array in arrays:
-        found[array.component] = found.get(array.component, 0) + padded_bytes(array.shape, array.dtype, tiling)
+        size = padded_bytes(array.shape, array.dtype, tiling, array.row_major)
+        found[array.component] = found.get(array.component, 0) + size
     return found
 
 
@@ -250,11 +258,12 @@ def streamed_bytes(graph: Graph, load: Load) -> dict[str, float]:
     def moved(inst: BlockInst | None, weight: Weight) -> float:
         share = touched(load.valid_tokens, weight.active_fraction)
         size = prod(local_shape(inst, weight.shape, weight.axes, load.degrees))
-        return size * share * itemsize(load.dtypes.of(weight.role))
+        return size * share * itembits(load.dtypes.of(weight.role)) / 8
 
     outside = {key: weight for key, weight in model_weights(graph).items() if key != "embed.table"}
     found = {"weights": sum(moved(None, weight) for weight in outside.values())}
-    found["weights"] += graph.num_layers * sum(moved(None, weight) for weight in residual_weights(graph).values())
+    for _, layer in graph.layers():
+        found["weights"] += sum(moved(None, weight) for weight in residual_weights(graph, layer).values())
     for inst in graph.blocks().values():
         layers = len(graph.layers_of(inst.name))
         found["weights"] += layers * sum(moved(inst, weight) for weight in block_weights(graph, inst).values())

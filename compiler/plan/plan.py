@@ -151,6 +151,7 @@ class Candidate(Frozen):
     embed: Placement
     head: Placement
     shared_expert: Placement
+    mlp: Placement
     verdict: Reason
     why: str
     numbers: dict[str, float]
@@ -175,6 +176,7 @@ class Plan(Frozen):
     embed: Placement
     head: Placement
     shared_expert: Placement
+    mlp: Placement
     variants: dict[str, str]  # block instance name (and "collectives", "sampling") -> variant
     tuning: dict[str, int]  # e.g. moe.block_rows.<bucket>, gdn.chunk
     page_size: int

@@ -85,7 +85,10 @@ def _decisions(plan: Plan) -> Section:
     rows = [
         ("mesh", " x ".join(f"{name} {size}" for name, size in plan.mesh.axes)),
         ("attention, experts", f"{_chosen(plan).attention}, {_chosen(plan).experts}"),
-        ("placement", f"embed {plan.embed}, head {plan.head}, shared expert {plan.shared_expert}"),
+        (
+            "placement",
+            f"embed {plan.embed}, head {plan.head}, shared expert {plan.shared_expert}, dense MLPs {plan.mlp}",
+        ),
         ("dtypes", f"activation {d.activation}, weight {d.weight}, expert {d.expert}"),
         ("cache dtypes", f"kv {d.kv}, state {d.state}, conv {d.conv}; matmul precision {plan.matmul_precision}"),
         *(
@@ -251,7 +254,7 @@ def _candidates(title: str, found: Sequence[Candidate], note: str) -> Section:
         (
             one.attention,
             one.experts,
-            "/".join(place[0].upper() for place in (one.embed, one.head, one.shared_expert)),
+            "/".join(place[0].upper() for place in (one.embed, one.head, one.shared_expert, one.mlp)),
             one.verdict,
             *(f"{one.numbers[key]:.2f}" if key in one.numbers else "" for key in ("tpot_ms", "decode_ms", "mixed_ms")),
             _candidate_size(one),
@@ -261,11 +264,11 @@ def _candidates(title: str, found: Sequence[Candidate], note: str) -> Section:
     )
     numbers = ("token ms", "decode ms", "mixed ms", "HBM")
     columns = (
-        *(Column(name) for name in ("attention", "experts", "E/H/S", "verdict")),
+        *(Column(name) for name in ("attention", "experts", "E/H/S/M", "verdict")),
         *(Column(name, "right") for name in numbers),
         Column("why"),
     )
-    legend = "E/H/S: embedding, head, shared expert Replicated or Sharded. Times are predicted."
+    legend = "E/H/S/M: embedding, head, shared expert, dense MLPs Replicated or Sharded. Times are predicted."
     return Section(title, columns, rows, note=f"{note} {legend}".strip())
 
 
@@ -302,7 +305,7 @@ def _fitted(section: Section, width: int) -> Section:
 def _rich_table(section: Section) -> Table:
     table = Table(title=section.title, title_justify="left", title_style="bold", header_style="dim", box=None)
     for column in section.columns:
-        fixed = column.align == "right" or column.name in ("verdict", "attention", "experts", "E/H/S")
+        fixed = column.align == "right" or column.name in ("verdict", "attention", "experts", "E/H/S/M")
         table.add_column(column.name, justify=column.align, no_wrap=fixed)
     for index, row in enumerate(section.rows):
         cells = [Text(cell, style=_STYLES.get(cell, "")) for cell in row]

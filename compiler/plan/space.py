@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from moec.blocks.core.declare import AXIS_ROLES, HeadCut
+from moec.blocks.core.array_info import SCALED, ScaleBlock
+from moec.blocks.core.declare import AxisRole, HeadCut
 from moec.blocks.core.work import Degrees
+from moec.blocks.registry import axis_roles
 
 from ..graph.ir import BlockInst, Graph
 from ..graph.weights import block_of, block_weights
@@ -25,6 +27,7 @@ class Option:
     embed: Placement
     head: Placement
     shared_expert: Placement
+    mlp: Placement
 
     @property
     def num_devices(self) -> int:
@@ -42,16 +45,23 @@ class Option:
 
     @property
     def sharded(self) -> int:
-        """How many of embed, head and shared expert are cut."""
-        return (self.embed, self.head, self.shared_expert).count("sharded")
+        """How many of embed, head, shared expert and dense MLPs are cut."""
+        return (self.embed, self.head, self.shared_expert, self.mlp).count("sharded")
 
     @property
     def degrees(self) -> Degrees:
         """The degree of every role; a cut placement uses all devices."""
         cut = {"replicated": 1, "sharded": self.num_devices}
         return Degrees(
-            self.dp, self.tp, self.ep, self.etp, cut[self.shared_expert], cut[self.embed], cut[self.head]
-        )  # fmt: skip
+            dp=self.dp,
+            tp=self.tp,
+            ep=self.ep,
+            etp=self.etp,
+            shared=cut[self.shared_expert],
+            embed=cut[self.embed],
+            head=cut[self.head],
+            mlp=cut[self.mlp],
+        )
 
 
 def _product_name(*parts: tuple[str, int]) -> str:
@@ -63,12 +73,13 @@ def enumerate_options(graph: Graph, num_devices: int) -> Iterator[Option]:
     """Every option in a fixed order. A tied head is placed as the embedding; one device has nothing to cut."""
     splits = factor_pairs(num_devices)
     placements: tuple[Placement, ...] = PLACEMENTS if num_devices > 1 else ("replicated",)
-    shared: tuple[Placement, ...] = placements if has_shared_expert(graph) else ("replicated",)
-    expert_splits = splits if _has_cut(graph, "expert_ep") else ((num_devices, 1),)
+    shared: tuple[Placement, ...] = placements if has_cut(graph, "shared") else ("replicated",)
+    mlp: tuple[Placement, ...] = placements if has_cut(graph, "mlp") else ("replicated",)
+    expert_splits = splits if has_cut(graph, "expert_ep") else ((num_devices, 1),)
     for (dp, tp), (ep, etp) in product(splits, expert_splits):
-        for embed, head, where in product(placements, placements, shared):
-            if not graph.tied_head or embed == head:
-                yield Option(dp, tp, ep, etp, embed, head, where)
+        for embed, head, shared_expert, dense in product(placements, placements, shared, mlp):
+            if not graph.head.tied or embed == head:
+                yield Option(dp, tp, ep, etp, embed, head, shared_expert, dense)
 
 
 def factor_pairs(number: int) -> tuple[tuple[int, int], ...]:
@@ -76,15 +87,10 @@ def factor_pairs(number: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, number // a) for a in range(number, 0, -1) if number % a == 0)
 
 
-def has_shared_expert(graph: Graph) -> bool:
-    """Whether a block has a shared expert that can be cut."""
-    return _has_cut(graph, "shared")
-
-
-def _has_cut(graph: Graph, role: str) -> bool:
+def has_cut(graph: Graph, role: AxisRole) -> bool:
     """Whether a weight of the model has a dim of this role."""
     axes = {axis for inst in graph.blocks().values() for w in block_weights(graph, inst).values() for axis in w.axes}
-    return any(AXIS_ROLES[axis] == role for axis in axes if axis)
+    return any(axis_roles()[axis] == role for axis in axes if axis)
 
 
 def mesh_of(option: Option) -> MeshPlan | None:
@@ -140,15 +146,15 @@ class Indivisible:
         return f"{self.scope}: {self.size} {self.what} over {self.degree} devices"
 
 
-def indivisible(graph: Graph, option: Option, scale_block: int | None) -> Indivisible | None:
-    """The first dim the option cannot cut evenly. scale_block: columns per expert block scale, if there are scales."""
+def indivisible(graph: Graph, option: Option, expert_dtype: str) -> Indivisible | None:
+    """The first dim the option cannot cut evenly."""
     degrees = option.degrees
     for inst in graph.blocks().values():
         for cut in block_of(inst).cuts(inst.fields):
-            degree = degrees.of(AXIS_ROLES[cut.axis])
+            degree = degrees.of(axis_roles()[cut.axis])
             if not _divides(cut, degree):
                 return Indivisible(inst.name, cut.axis, cut.size, degree)
-        if scale_block and (found := _cut_scales(graph, inst, option, scale_block)):
+        if expert_dtype in SCALED and (found := _cut_scales(graph, inst, option, SCALED[expert_dtype])):
             return found
     for what, degree in (("embed", degrees.embed), ("head", degrees.head)):
         if graph.dims.vocab_size % degree:
@@ -162,12 +168,12 @@ def _divides(cut: HeadCut, degree: int) -> bool:
     return cut.replicate and degree % cut.size == 0
 
 
-def _cut_scales(graph: Graph, inst: BlockInst, option: Option, scale_block: int) -> Indivisible | None:
+def _cut_scales(graph: Graph, inst: BlockInst, option: Option, block: ScaleBlock) -> Indivisible | None:
     """Block scales must be cut where their weights are."""
     for weight in block_weights(graph, inst).values():
-        for size, axis in zip(weight.shape, weight.axes, strict=True):
-            if axis and weight.role == "expert" and AXIS_ROLES[axis] == "expert_tp":
-                blocks = -(-size // scale_block)
-                if option.etp > 1 and size % (scale_block * option.etp):
-                    return Indivisible(inst.name, f"scale blocks of {scale_block} {axis}", blocks, option.etp)
+        if weight.role != "expert" or option.etp == 1:
+            continue
+        for size, axis, edge in zip(weight.shape[-2:], weight.axes[-2:], (block.rows, block.columns), strict=True):
+            if axis and axis_roles()[axis] == "expert_tp" and size % (edge * option.etp):
+                return Indivisible(inst.name, f"scale blocks of {edge} {axis}", -(-size // edge), option.etp)
     return None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 from pydantic_core import PydanticCustomError
 
 from moec.blocks.core.declare import BlockFields, NormFields, NormOverride
-from moec.targets.target import Float, FloatOrFp8, Target
+from moec.targets.target import ExpertFloat, Float, FloatOrFp8, Target
 
 if TYPE_CHECKING:
     from ..graph.ir import Graph
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 BlockName = Annotated[str, Field(min_length=1)]
+# A bare name is spread to a list of one (validate.spread_sugar).
+BlockNames = Annotated[tuple[BlockName, ...], Field(strict=False, min_length=1)]
 # YAML has lists only; strictness applies to the items.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Placement = Literal["replicated", "sharded"]
@@ -38,11 +40,35 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class Residual(Frozen):
+    """How blocks add to the residual stream; a bare form means {form: ...}.
+
+    form: pre x + f(n(x)); post x + n(f(x)); sandwich x + n2(f(n1(x))); parallel x + f(n(x)) + g(n(x));
+    normed_skip n(x) + f(n(x)). scale: factor of what is added; skip: of what is kept; ffn_scale, ffn_skip:
+    those of the ffn slot where they differ. branch_norms: blocks that share an addition have norms of
+    their own. layer_scale: a stored scalar multiplies the layer's result.
+    """
+
+    form: Literal["pre", "post", "sandwich", "parallel", "normed_skip"] = "pre"
+    scale: float = 1.0
+    skip: float = 1.0
+    ffn_scale: float | None = None
+    ffn_skip: float | None = None
+    branch_norms: bool = False
+    layer_scale: bool = False
+
+
 class Defaults(Frozen):
-    """What every layer uses unless it says otherwise. residual: pre = x + f(norm(x))."""
+    """What every layer uses unless it says otherwise."""
 
     norm: NormFields = NormFields()
-    residual: Literal["pre"] = "pre"
+    residual: Residual = Residual()
+
+
+class Embed(Frozen):
+    """scale: factor of the embedding rows."""
+
+    scale: float = 1.0
 
 
 class Override(Frozen):
@@ -53,11 +79,15 @@ class Override(Frozen):
 
 
 class LayerEntry(Frozen):
-    """`repeat` equal layers: names of declared blocks for the two residual slots."""
+    """`repeat` equal layers: names of declared blocks for the two residual slots, one of which may stay empty.
 
-    mixer: BlockName
-    ffn: BlockName | None = None  # null = the group's ffn
+    ffn: null = the group's ffn; several blocks run side by side. residual: null = the model's default.
+    """
+
+    mixer: BlockName | None = None
+    ffn: BlockNames | None = None
     repeat: Positive = 1
+    residual: Residual | None = None
     override: Override = Override()
 
 
@@ -66,7 +96,7 @@ class LayerGroup(Frozen):
 
     repeat: Positive = 1
     pattern: Annotated[tuple[LayerEntry, ...], Field(strict=False, min_length=1, examples=[_PATTERN])]
-    ffn: BlockName | None = None
+    ffn: BlockNames | None = None
 
     @property
     def num_layers(self) -> int:
@@ -74,9 +104,12 @@ class LayerGroup(Frozen):
 
 
 class Head(Frozen):
-    """tied: logits use the embedding table."""
+    """logits = cap * tanh(scale * (h @ w + bias) / cap). tied: w is the embedding table; softcap null = no cap."""
 
     tied: bool = False
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = Field(default=None, gt=0)
 
 
 class AttentionPins(Frozen):
@@ -103,7 +136,7 @@ class DtypePins(Frozen):
 
     activation: Float | None = None
     weight: FloatOrFp8 | None = None
-    expert: FloatOrFp8 | None = None
+    expert: ExpertFloat | None = None
     kv: FloatOrFp8 | None = None
     state: Float | None = None
     conv: Float | None = None
@@ -120,6 +153,7 @@ class PlanPins(Frozen):
     embed: Placement | None = None
     head: Placement | None = None
     shared_expert: Placement | None = None
+    mlp: Placement | None = None
     dtypes: DtypePins = DtypePins()
     page_size: Positive | None = None
     max_batched_tokens: Positive | None = None
@@ -127,17 +161,25 @@ class PlanPins(Frozen):
 
 
 class TensorRule(Frozen):
-    """What one stored tensor holds; a bare weight name means {into: name}.
+    """What one stored tensor holds; a bare weight name means {into: name}, a bare list {either: [...]}.
 
-    split: the out rows of these weights in order. interleave: their out rows alternate.
+    either: one of these weights, whichever the layer has.
+    split: the out rows of these weights in order; with groups, within each of so many equal
+    groups of rows. interleave: their out rows alternate.
     transpose: whether the stored matrix must be transposed to [in, out]; null = as the
     weight declares (linear weights are stored [out, in]).
+    flat: the experts' matrices one below the other, [experts * rows, columns].
+    packed: 4-bit values with block scales beside them (blocks.core.array_info.PACKED).
     """
 
     into: str | None = None
+    either: Strings | None = None
     split: Strings | None = None
+    groups: Annotated[int, Field(gt=1)] | None = None
     interleave: Strings | None = None
     transpose: bool | None = None
+    flat: bool = False
+    packed: Literal["mxfp4", "int4"] | None = None
 
 
 class Scales(Frozen):
@@ -170,6 +212,7 @@ class ModelSpec(Frozen):
     max_context: Positive
     num_layers: Positive | None = None  # checked against the sum of `layers`
     defaults: Defaults = Defaults()
+    embed: Embed = Embed()
     blocks: Annotated[dict[str, SerializeAsAny[BlockFields]], Field(min_length=1)]
     layers: Annotated[tuple[LayerGroup, ...], Field(strict=False, min_length=1)]
     final_norm: NormOverride = NormOverride()

@@ -20,7 +20,8 @@ from .validate import Finding, Parsed, error_findings
 _MODEL = ("model",)
 _BLOCK_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Keys of a layer's weights, of the checkpoint table and prefixes of the program's own constants.
-RESERVED = frozenset({"embed", "head", "layer", "final_norm", "mixer_norm", "ffn_norm", "max", "num", "page"})
+RESERVED = frozenset({"embed", "head", "layer", "ffn", "mixer", "norm", "post", "scale", "final", "max", "num", "page"})
+RESERVED_ENDS = ("_norm", "_norm_bias")  # keys of a layer's norms
 MAX_LAYERS = 10_000  # far above any model; a slip of the pen must not fill the memory
 
 
@@ -50,6 +51,11 @@ def entries(spec: ModelSpec) -> Iterator[tuple[KeyPath, LayerGroup, LayerEntry]]
             yield (*_MODEL, "layers", i, "pattern", j), group, entry
 
 
+def _names(group: LayerGroup, entry: LayerEntry) -> tuple[str, ...]:
+    """The blocks an entry names, in order of execution."""
+    return (*((entry.mixer,) if entry.mixer else ()), *(entry.ffn or group.ffn or ()))
+
+
 def _kind(fields: BlockFields) -> str:
     return str(getattr(fields, "kind", ""))
 
@@ -69,17 +75,45 @@ def _check_entry(
     parsed: Parsed, spec: ModelSpec, dims: ModelDims, path: KeyPath, group: LayerGroup, entry: LayerEntry
 ) -> list[Finding]:
     """Both slots of one pattern entry."""
-    findings = _check_slot(parsed, spec, (*path, "mixer"), entry.mixer, "mixer")
+    findings: list[Finding] = []
     ffn_path = (*path, "ffn") if entry.ffn else (*path[:3], "ffn")
-    ffn = entry.ffn or group.ffn
-    if ffn is None:
-        findings.append(Finding(path, "no ffn: neither this entry nor its group names one", _slot_names(spec, "ffn")))
-    else:
-        findings += _check_slot(parsed, spec, ffn_path, ffn, "ffn")
-    for slot, name, changes in (("mixer", entry.mixer, entry.override.mixer), ("ffn", ffn, entry.override.ffn)):
-        if changes and name in _usable(spec):
-            findings += _check_override(spec.blocks[name], changes, dims, (*path, "override", slot))
-    return list(dict.fromkeys(findings))
+    ffns = entry.ffn or group.ffn or ()
+    if entry.mixer is None and not ffns:
+        findings.append(Finding(path, "no block: neither this entry nor its group names one", _slot_names(spec, "mixer")))
+    if entry.mixer is not None:
+        findings += _check_slot(parsed, spec, (*path, "mixer"), entry.mixer, "mixer")
+    for index, ffn in enumerate(ffns):
+        findings += _check_slot(parsed, spec, (*ffn_path, index) if len(ffns) > 1 else ffn_path, ffn, "ffn")
+    if len(ffns) != len(set(ffns)):
+        findings.append(Finding(ffn_path, "a block cannot run beside itself"))
+    if entry.override.ffn and len(ffns) > 1:
+        text = f"which of {', '.join(ffns)} is meant?"
+        findings.append(Finding((*path, "override", "ffn"), text, "declare a block of its own: {like: ...}"))
+    for slot, names, changes in (
+        ("mixer", (entry.mixer,), entry.override.mixer),
+        ("ffn", ffns, entry.override.ffn),
+    ):
+        if not changes or len(names) > 1:
+            continue
+        if not any(names):
+            findings.append(Finding((*path, "override", slot), f"there is no {slot} to be overridden"))
+        elif names[0] in _usable(spec):
+            findings += _check_override(spec.blocks[names[0]], changes, dims, (*path, "override", slot))
+    return list(dict.fromkeys(findings + _check_residual(spec, path, entry, len(ffns))))
+
+
+def _check_residual(spec: ModelSpec, path: KeyPath, entry: LayerEntry, num_ffns: int) -> list[Finding]:
+    """Fields of the residual form that would have no effect in this entry, where it states the form itself."""
+    residual = entry.residual
+    if residual is None:
+        return []
+    place, findings = (*path, "residual"), []
+    together = num_ffns > 1 or (residual.form == "parallel" and num_ffns + bool(entry.mixer) > 1)
+    if residual.branch_norms and not together:
+        findings.append(Finding((*place, "branch_norms"), "no blocks share an addition here", "leave it out"))
+    if residual.form == "parallel" and not (entry.mixer and num_ffns):
+        findings.append(Finding((*place, "form"), "parallel needs a mixer and an ffn", "form: pre"))
+    return findings
 
 
 def _check_slot(parsed: Parsed, spec: ModelSpec, path: KeyPath, name: str, slot: str) -> list[Finding]:
@@ -113,8 +147,7 @@ def _check_override(fields: BlockFields, changes: dict, dims: ModelDims, path: K
 
 def _check_unused(parsed: Parsed, spec: ModelSpec) -> list[Finding]:
     """Nothing in a spec is without effect."""
-    used = {entry.mixer for _, _, entry in entries(spec)}
-    used |= {entry.ffn or group.ffn or "" for _, group, entry in entries(spec)}
+    used = {name for _, group, entry in entries(spec) for name in _names(group, entry)}
     text = "block '{}' is declared but no layer uses it"
     paths = {name: (*_MODEL, "blocks", name) for name in parsed.declared if name not in used}
     return [Finding(path, text.format(name), "use it in layers, or remove it", True) for name, path in paths.items()]
@@ -128,8 +161,8 @@ def _check_block_names(parsed: Parsed) -> list[Finding]:
         if not _BLOCK_NAME.fullmatch(name):
             hint = f"lower-case words joined by one underscore, e.g. {_suggested(name)}"
             findings.append(Finding(path, f"'{name}' is no block name", hint, True))
-        elif name in RESERVED:
-            hint = f"any name but {', '.join(sorted(RESERVED))}"
+        elif name in RESERVED or name.endswith(RESERVED_ENDS):
+            hint = f"any name but {', '.join(sorted(RESERVED))}, and none that ends in _norm"
             findings.append(Finding(path, f"block name '{name}' is taken by the program around it", hint, True))
     return findings
 
@@ -142,14 +175,14 @@ def _suggested(name: str) -> str:
 def _check_layer_names(spec: ModelSpec) -> list[Finding]:
     """Two pairs of blocks must not run together into one layer name: a_b + c and a + b_c."""
     findings: list[Finding] = []
-    first: dict[str, tuple[str, str]] = {}
+    first: dict[str, tuple[str, ...]] = {}
     for path, group, entry in entries(spec):
-        pair = (entry.mixer, entry.ffn or group.ffn or "")
-        other = first.setdefault("_".join(pair), pair)
-        if other != pair:
-            text = f"layers {other[0]} + {other[1]} and {pair[0]} + {pair[1]} would both be called {'_'.join(pair)}"
+        names = _names(group, entry)
+        other = first.setdefault("_".join(names), names)
+        if other != names:
+            text = f"layers {' + '.join(other)} and {' + '.join(names)} would both be called {'_'.join(names)}"
             findings.append(Finding(path, text, "rename one of the blocks"))
-            first["_".join(pair)] = pair
+            first["_".join(names)] = names
     return findings
 
 
@@ -255,7 +288,7 @@ def _check_cuts(
 ) -> list[Finding]:
     """Each pinned degree must cut the blocks' heads, experts and widths evenly."""
     by_axis = {"experts": ("experts", "ep"), "expert_intermediate": ("experts", "tp")}
-    mixers = {layer.mixer.name for _, layer in graph.layers()}
+    mixers = {name for name, inst in graph.blocks().items() if block_of(inst).SLOT == "mixer"}
     cuts: dict[tuple[str, str], list[tuple[str, HeadCut]]] = {}
     for name, inst in graph.blocks().items():
         for cut in block_of(inst).cuts(inst.fields):

@@ -5,7 +5,7 @@ semantics.py can look at the rest in the same pass; `poisoned` says what not to 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from moec.blocks.core.declare import BlockFields
 from moec.blocks.registry import BLOCKS
 
+from ..graph.build import merge
 from .marks import KeyPath
 from .schema import ModelSpec
 from .suggest import annotation_at, children, closest, listing, step
@@ -105,16 +106,34 @@ def parse_model(data: Mapping[str, Any]) -> Parsed:
 
 
 def spread_sugar(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with shorthand written out: pattern names and bare checkpoint targets."""
+    """The document with shorthand written out: names in patterns, bare residual forms and checkpoint targets."""
     doc = copy.deepcopy(dict(data))
+    _spread(doc.get("defaults"), "residual", lambda form: {"form": form})
     for group in _items(doc.get("layers")):
+        _spread(group, "ffn", lambda name: [name])
         if isinstance(group, dict) and isinstance(group.get("pattern"), list):
             group["pattern"] = [{"mixer": one} if isinstance(one, str) else one for one in group["pattern"]]
+            for entry in group["pattern"]:
+                _spread(entry, "ffn", lambda name: [name])
+                _spread(entry, "residual", lambda form: {"form": form})
     table = doc.get("checkpoint")
     if isinstance(table, dict) and isinstance(table.get("tensors"), dict):
         rules = table["tensors"]
-        table["tensors"] = {key: {"into": one} if isinstance(one, str) else one for key, one in rules.items()}
+        table["tensors"] = {key: _rule(one) for key, one in rules.items()}
     return doc
+
+
+def _rule(value: Any) -> Any:
+    """A line of the checkpoint table: a weight, a list of weights of which a layer has one, or the rule itself."""
+    if isinstance(value, list):
+        return {"either": value}
+    return {"into": value} if isinstance(value, str) else value
+
+
+def _spread(mapping: Any, key: str, full: Callable[[str], Any]) -> None:
+    """Replace a bare word at `key` by what it stands for."""
+    if isinstance(mapping, dict) and isinstance(mapping.get(key), str):
+        mapping[key] = full(mapping[key])
 
 
 def _items(value: Any) -> list[Any]:
@@ -125,9 +144,10 @@ def _parse_blocks(blocks: Any) -> tuple[dict[str, BlockFields], list[Finding]]:
     """Each declared block by its own Fields; a bad optional field is left out, so that the rest can be checked."""
     parsed: dict[str, BlockFields] = {}
     findings: list[Finding] = []
-    for name, body in blocks.items() if isinstance(blocks, Mapping) else ():
+    for name in blocks if isinstance(blocks, Mapping) else ():
         path = ("model", "blocks", name)
-        fields = _block_type(body, path, findings)
+        body = _with_base(name, blocks, findings)
+        fields = _block_type(body, path, findings) if body is not None else None
         if fields is None:
             continue
         block, found = parse(fields, body, path)
@@ -139,6 +159,23 @@ def _parse_blocks(blocks: Any) -> tuple[dict[str, BlockFields], list[Finding]]:
     return parsed, findings
 
 
+def _with_base(name: str, blocks: Mapping[str, Any], findings: list[Finding]) -> Any:
+    """The block's body on top of the one it is like; `like` then names the first of the chain. None with a finding."""
+    body, chain = blocks[name], [name]
+    while isinstance(body, Mapping) and isinstance(body.get("like"), str):
+        base, path = body["like"], ("model", "blocks", name, "like")
+        if base in chain:
+            findings.append(Finding(path, f"'{name}' is like itself ({' -> '.join([*chain, base])})"))
+            return None
+        if base not in blocks:
+            findings.append(Finding(path, f"no block is called '{base}'", closest(base, blocks)))
+            return None
+        chain.append(base)
+        own = {key: value for key, value in body.items() if key != "like"}
+        body = merge(blocks[base], own)
+    return {**body, "like": chain[-1]} if len(chain) > 1 and isinstance(body, Mapping) else body
+
+
 def _block_type(body: Any, path: KeyPath, findings: list[Finding]) -> type[BlockFields] | None:
     """The Fields of the block's kind, or None with a finding."""
     if not isinstance(body, Mapping):
@@ -148,7 +185,8 @@ def _block_type(body: Any, path: KeyPath, findings: list[Finding]) -> type[Block
     if isinstance(kind, str) and kind in BLOCKS:
         return BLOCKS[kind]().Fields
     if "kind" in body:
-        findings.append(Finding((*path, "kind"), f"unknown block kind {shown(kind)}", closest(str(kind), BLOCKS)))
+        hint = _or_a_new_block(path, closest(str(kind), BLOCKS))
+        findings.append(Finding((*path, "kind"), f"unknown block kind {shown(kind)}", hint))
     else:
         findings.append(Finding(path, "missing key 'kind'", listing(BLOCKS)))
     return None
@@ -179,12 +217,14 @@ def _finding(error: ErrorDetails, kind: Any, data: Any, root: KeyPath) -> Findin
     path = (*root, *loc)
     if sort == "extra_forbidden":
         known = children(*annotation_at(kind, data, loc[:-1])) or {}
-        return Finding(path, f"unknown key '{loc[-1]}'", closest(str(loc[-1]), map(str, known)), at_key=True)
+        hint = _or_a_new_block(path, closest(str(loc[-1]), map(str, known)))
+        return Finding(path, f"unknown key '{loc[-1]}'", hint, at_key=True)
     if sort == "missing":
         return Finding(path[:-1], f"missing key '{loc[-1]}'")
     if sort == "literal_error":
         expected = annotation_at(kind, data, loc)[0]
-        return Finding(path, f"got {shown(error['input'])}", _literal_hint(error["input"], expected))
+        hint = _or_a_new_block(path, _literal_hint(error["input"], expected))
+        return Finding(path, f"got {shown(error['input'])}", hint)
     if sort in _EXPECTED:
         text = f"expected {_EXPECTED[sort]}, got {shown(error['input'])}"
         form = _EXPECTED[sort] in ("a list", "a mapping")
@@ -193,6 +233,13 @@ def _finding(error: ErrorDetails, kind: Any, data: Any, root: KeyPath) -> Findin
         return Finding(path, "needs at least one entry")
     text = error["msg"].replace("Input should", "must").replace("String should", "must")
     return Finding(path, f"{text}, got {shown(error['input'])}")
+
+
+def _or_a_new_block(path: KeyPath, hint: str) -> str:
+    """What nothing near is known of may be meant: then the architecture needs code that is not there."""
+    if path[:2] != ("model", "blocks") or not hint.startswith("valid"):
+        return hint
+    return f"{hint}; no block computes anything else, docs/playbooks/add-a-block.md says what a new one takes"
 
 
 def _literal_hint(value: Any, expected: Any) -> str:

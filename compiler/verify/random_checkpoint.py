@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from moec.blocks.core.array_info import PACKED
 from moec.blocks.core.declare import Weight
 from moec.runtime.checkpoint import INDEX, SINGLE
 from moec.runtime.convert import apply_ops
@@ -18,6 +19,7 @@ from moec.runtime.convert import apply_ops
 from ..graph.ir import Graph, TensorMap
 from ..graph.sources import sources, stored_shape
 from ..graph.weights import layer_weights, model_weights, table_key
+from .pack import packed_tensors
 
 # Standard deviations: matrices keep activations near unit scale (0.12 at a fan-in of 64).
 MATRIX_GAIN = 0.96
@@ -30,7 +32,7 @@ DECAY_STD = 0.5
 
 
 def write_random_checkpoint(graph: Graph, directory: Path, *, seed: int = 0, shards: int = 1) -> None:
-    """A complete float32 checkpoint in the first layout of the graph's table.
+    """A complete checkpoint in the first layout of the graph's table: float32, and packed where a line says so.
 
     shards: number of files; more than one come with an index.
     """
@@ -59,6 +61,8 @@ def random_weight(weight: Weight, rng: np.random.Generator) -> np.ndarray:
         std = DECAY_STD
     elif weight.init == "gain":
         mean, std = GAIN_MEAN, GAIN_STD
+    elif weight.init == "bias":
+        std = GAIN_STD
     elif weight.role == "gain":
         std = TAPS_STD
     return rng.normal(mean, std, weight.shape).astype(np.float32)
@@ -79,15 +83,28 @@ def _fill(
     for line in _layout(graph, by_table_key.keys()):
         members = [by_table_key[into] for into in line.into]
         stored = np.empty(stored_shape(line, tuple(weight for _, weight in members)), np.float32)
+        places = np.arange(stored.size).reshape(stored.shape)
         for key, weight in members:
             (source,) = (s for s in sources(graph, key) if s.tensor == line.tensor)
-            # Slices, strides and transposes are views: writing through them inverts the ops.
-            apply_ops(stored, source.ops)[...] = random_weight(weight, rng)
+            # The ops say which stored places a weight is read from: writing to these inverts them.
+            stored.reshape(-1)[apply_ops(places, source.ops)] = random_weight(weight, rng)
         name = line.tensor.replace("{layer}", str(layer))
+        parts = {name: stored}
         if "{expert}" in name:
-            yield from ((name.replace("{expert}", str(e)), part.copy()) for e, part in enumerate(stored))
-        else:
-            yield name, stored
+            parts = {name.replace("{expert}", str(e)): part.copy() for e, part in enumerate(stored)}
+        for tensor, values in parts.items():
+            yield from (packed_tensors(tensor, values, line.packed) if line.packed else {tensor: values}).items()
+
+
+def writes_packed(graph: Graph, dtype: str) -> bool:
+    """Whether every expert matrix of a random checkpoint is written as 4-bit values in `dtype`."""
+    for _, layer in graph.layers():
+        by_table_key = {table_key(graph, key): weight for key, weight in layer_weights(graph, layer).items()}
+        for line in _layout(graph, by_table_key):
+            stored = PACKED[line.packed].dtype if line.packed else None
+            if stored != dtype and any(by_table_key[into].role == "expert" for into in line.into):
+                return False
+    return True
 
 
 def _layout(graph: Graph, keys: Iterable[str]) -> list[TensorMap]:

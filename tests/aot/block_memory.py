@@ -34,21 +34,24 @@ CASES = {
     "one_row": (1, 1, "32q_2kv_256", "16qk_64v_128", jnp.bfloat16),
     "mixed_few_heads": (512, 320, "4q_1kv_256", "2qk_8v_128", jnp.bfloat16),
     "wide_cache": (64, 64, "32q_2kv_256", "2qk_8v_128", jnp.float32),
+    "window_sinks": (512, 64, "64q_8kv_64_window_128", "2qk_8v_128", jnp.bfloat16),
 }
 
 Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
 
 def attention_weights(a: AttentionShape) -> Shapes:
-    q, kv, bf16 = a.num_q_heads * a.head_dim, a.num_kv_heads * a.head_dim, jnp.bfloat16
-    wide = {
-        "w_q": (a.hidden, q * (1 + a.output_gate)),
-        "w_k": (a.hidden, kv),
-        "w_v": (a.hidden, kv),
-        "w_o": (q, a.hidden),
-    }
-    gains = {"q_norm": (a.head_dim,), "k_norm": (a.head_dim,)}
-    return {name: ((LAYERS, *shape), bf16) for name, shape in (wide | gains).items()}
+    widths = {"q": a.num_q_heads * (a.head_dim + a.gate_width), "k": a.num_kv_heads * a.head_dim}
+    widths["v"] = a.num_kv_heads * a.value_dim
+    found = {f"w_{name}": (a.hidden, width) for name, width in widths.items()}
+    found["w_o"] = (a.num_q_heads * a.value_dim, a.hidden)
+    if a.qk_norm == "head":
+        found |= {"q_norm": (a.head_dim,), "k_norm": (a.head_dim,)}
+    if a.qkv_bias:
+        found |= {f"b_{name}": (width,) for name, width in widths.items()}
+    if a.sinks:
+        found["sinks"] = (a.num_q_heads,)
+    return {name: ((LAYERS, *shape), jnp.bfloat16) for name, shape in found.items()}
 
 
 def delta_weights(g: GatedDeltaShape) -> Shapes:
@@ -80,10 +83,8 @@ def make_step(a: AttentionShape, g: GatedDeltaShape, max_q: int) -> Callable[...
         def layer(carry, x):
             (h, conv, state), (w_attention, w_delta, index) = carry, x
             out, new = attention(
-                h, w_attention, kv, batch, rows, pool_layer=index, num_pages=PAGES, num_q_heads=a.num_q_heads,
-                num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, rope_dim=a.rope_dim, rope_theta=a.rope_theta,
-                rope_pairing=a.rope_pairing, qk_norm_eps=1e-6, qk_norm_zero_centered=True, output_gate=a.output_gate,
-                scale=a.head_dim**-0.5, q_block=128, kv_block=512, max_q=max_q,
+                h, w_attention, kv, batch, rows, pool_layer=index, num_pages=PAGES, **a.options(),
+                q_block=128, kv_block=512, max_q=max_q,
             )  # fmt: skip
             mixed, conv, state = gated_delta(
                 h + out, w_delta, conv, state, batch, rows, pool_layer=index, num_qk_heads=g.num_qk_heads,
@@ -103,7 +104,7 @@ def main(case: str) -> None:
     a, g = ATTENTION[attention_name], GATED_DELTA[delta_name]
     channels = 2 * g.num_qk_heads * g.head_k_dim + g.num_v_heads * g.head_v_dim
     pools = (
-        ((LAYERS * PAGES, PAGE_SIZE, 2 * a.num_kv_heads * a.head_dim), kv_dtype),
+        ((LAYERS * PAGES, PAGE_SIZE, a.num_kv_heads * (a.head_dim + a.value_dim)), kv_dtype),
         ((LAYERS, SLOTS, (g.conv_kernel - 1) * channels), jnp.bfloat16),
         ((LAYERS, SLOTS, g.num_v_heads, g.head_k_dim, g.head_v_dim), jnp.float32),
     )

@@ -6,6 +6,7 @@ position shows as an error of order 0.1.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 
 from moec.blocks.attention import block, ref, xla
-from moec.blocks.attention.cost import tuning
+from moec.blocks.attention.cost import tuning, work
 from moec.blocks.attention.shapes import TEST_SHAPES, AttentionShape
 from moec.blocks.core.batch import Batch, index_rows
-from moec.blocks.core.declare import FieldProblem, ModelDims, NormFields, NormOverride
+from moec.blocks.core.declare import FieldProblem, ModelDims, NormFields
 from moec.blocks.core.paged import write_kv
-from moec.blocks.core.work import Degrees, Dtypes, Load
+from moec.blocks.core.work import Collective, Degrees, Dtypes, Load, Stream
 
 TOLERANCE = 1e-4
 LAYERS, PAGES, PAGE_SIZE, PAGES_PER_SEQ, TOKENS, ROWS = 3, 90, 8, 20, 208, 8
@@ -36,29 +37,36 @@ MIXES = {
     "one_long": (0, [(0, 130)]),
 }
 
+# Shapes whose queries see a part of their history.
+IN_REACH = [name for name, shape in TEST_SHAPES.items() if shape.window or shape.chunk]
+
 
 def geometry(shape: AttentionShape) -> dict[str, Any]:
-    return {
-        "num_pages": PAGES, "num_q_heads": shape.num_q_heads, "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim, "rope_dim": shape.rope_dim, "rope_theta": shape.rope_theta,
-        "rope_pairing": shape.rope_pairing, "qk_norm_eps": 1e-6 if shape.qk_norm else None,
-        "qk_norm_zero_centered": shape.zero_centered, "output_gate": shape.output_gate, "scale": shape.head_dim**-0.5,
-    }  # fmt: skip
+    return shape.options() | {"num_pages": PAGES}
 
 
 def draw_weights(shape: AttentionShape, rng: np.random.Generator) -> dict[str, jax.Array]:
-    q, kv = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {"w_q": (shape.hidden, q * (1 + shape.output_gate)), "w_k": (shape.hidden, kv), "w_v": (shape.hidden, kv)}
-    sizes["w_o"] = (q, shape.hidden)
+    """Matrices, then gains around what leaves values as they are, then biases and sinks of the values' order."""
+    N, G, H, V = shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
+    fused = shape.gate_width if shape.gate_stored == "fused" else 0
+    widths = {"q": N * (H + fused), "k": G * H} | ({} if shape.keys_as_values else {"v": G * V})
+    sizes = {f"w_{name}": (shape.hidden, width) for name, width in widths.items()} | {"w_o": (N * V, shape.hidden)}
+    if shape.gate_stored == "own":
+        sizes["w_g"] = (shape.hidden, N * shape.gate_width)
     w = {name: rng.normal(0, size[0] ** -0.5, size) for name, size in sizes.items()}
-    if shape.qk_norm:
-        w |= {name: rng.normal(0 if shape.zero_centered else 1, 0.2, shape.head_dim) for name in ("q_norm", "k_norm")}
+    gains = {"head": (H, H), "full": (N * H, G * H)}.get(shape.qk_norm, ())
+    for name, size in zip(("q_norm", "k_norm"), gains, strict=False):
+        w[name] = rng.normal(0 if shape.norm_zero_centered else 1, 0.2, size)
+    if shape.qkv_bias:
+        w |= {f"b_{name}": rng.normal(0, 0.5, width) for name, width in widths.items()}
+    if shape.sinks:
+        w["sinks"] = rng.normal(0, 1, N)
     return {name: jnp.asarray(value, jnp.float32) for name, value in w.items()}
 
 
 def draw_pool(shape: AttentionShape, rng: np.random.Generator) -> jax.Array:
     """Every page full of some request's values."""
-    return normal(rng, LAYERS * PAGES, PAGE_SIZE, 2 * shape.num_kv_heads * shape.head_dim)
+    return normal(rng, LAYERS * PAGES, PAGE_SIZE, shape.num_kv_heads * (shape.head_dim + shape.value_dim))
 
 
 def normal(rng: np.random.Generator, *size: int) -> jax.Array:
@@ -70,13 +78,13 @@ def batch_of(make_batch) -> Callable[..., Batch]:
     return partial(make_batch, pages_per_seq=PAGES_PER_SEQ, page_size=PAGE_SIZE, num_pages=PAGES, num_slots=16)
 
 
-@partial(jax.jit, static_argnames=("shape", "max_q", "q_block", "kv_block"))
+@partial(jax.jit, static_argnames=("shape", "max_q", "q_block", "kv_block", "sum_axes"))
 def attend(
     h, w, pool, batch: Batch, layer, *, shape: AttentionShape, max_q: int = TOKENS,
-    q_block: int = TILES["q_block"], kv_block: int = TILES["kv_block"],
+    q_block: int = TILES["q_block"], kv_block: int = TILES["kv_block"], sum_axes: tuple[str, ...] = (),
 ):  # fmt: skip
     """One layer; the layer index is traced, as in a scan over layers."""
-    options = geometry(shape) | {"q_block": q_block, "kv_block": kv_block, "max_q": max_q}
+    options = geometry(shape) | {"q_block": q_block, "kv_block": kv_block, "max_q": max_q, "sum_axes": sum_axes}
     return xla.attention(h, w, pool, batch, index_rows(batch), pool_layer=layer, **options)
 
 
@@ -102,20 +110,25 @@ def assert_matches_reference(
     np.testing.assert_allclose(new, want_new, atol=tolerance, rtol=step)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", TEST_SHAPES)
-def test_ragged_batch_matches_reference(name: str, mix: str, seed: int, batch_of) -> None:
+def test_ragged_batch_matches_reference(name: str, mix: str, batch_of) -> None:
     shape, (num_decode, lengths) = TEST_SHAPES[name], MIXES[mix]
+    seed = len(name) + len(mix)
     rng = np.random.default_rng([seed, 11])
     batch = batch_of(lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=seed)
     h, w, pool = normal(rng, TOKENS, shape.hidden), draw_weights(shape, rng), draw_pool(shape, rng)
     assert_matches_reference(h, w, pool, batch, seed % LAYERS, shape, TOKENS, TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("name", TEST_SHAPES)
+DECODE_CASES = [
+    *((name, 5) for name in TEST_SHAPES),
+    *((name, 1) for name in ("gated_partial_rope", "window_sinks_bias")),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "rows"), DECODE_CASES)
 def test_decode_bucket_matches_reference(name: str, rows: int, seed: int, batch_of) -> None:
     """max_q = 1: only the decode path exists; the last rows are padding when there is more than one."""
     shape, rng = TEST_SHAPES[name], np.random.default_rng([seed, 13])
@@ -125,11 +138,19 @@ def test_decode_bucket_matches_reference(name: str, rows: int, seed: int, batch_
     assert_matches_reference(h, w, pool, batch, seed % LAYERS, shape, 1, TOLERANCE)
 
 
-@pytest.mark.parametrize(("q_block", "kv_block"), [(16, 16), (24, 40), (7, 152), (130, 16)])
-def test_any_tiles_match_the_reference(q_block: int, kv_block: int, batch_of) -> None:
+TILE_CASES = [
+    *(("gated_partial_rope", *tiles) for tiles in ((24, 40), (7, 152), (130, 16))),
+    ("window_sinks_bias", 16, 16),
+    ("window_sinks_bias", 7, 152),
+    ("chunks_l2_after_rope", 7, 16),
+]
+
+
+@pytest.mark.parametrize(("name", "q_block", "kv_block"), TILE_CASES)
+def test_any_tiles_match_the_reference(name: str, q_block: int, kv_block: int, batch_of) -> None:
     """Blocks that end inside and beyond rows, histories of several reads, the last one short."""
     shape, rng, (num_decode, lengths) = (
-        TEST_SHAPES["gated_partial_rope"],
+        TEST_SHAPES[name],
         np.random.default_rng([q_block, 21]),
         MIXES["continued_prefix"],
     )
@@ -150,14 +171,83 @@ def test_tuned_tiles_are_whole_pages(page_size: int, kv_block: int) -> None:
     assert tuning(fields, {"decode": load, "mixed": load}) == {"q_block": 128, "kv_block": kv_block}
 
 
-def test_a_norm_that_nothing_uses_is_refused() -> None:
-    plain = block.Fields(kind="attention", num_q_heads=4, num_kv_heads=2, head_dim=8)
-    dims, norm = ModelDims(32, 8, NormFields()), NormOverride(eps=1e-5)
-    assert block.check(plain, dims) == []
-    assert block.check(plain.model_copy(update={"norm": norm, "qk_norm": "head"}), dims) == []
-    assert block.check(plain.model_copy(update={"norm": norm}), dims) == [
-        FieldProblem(("norm",), "norm has no effect with qk_norm 'none'", "set qk_norm: head, or remove norm")
-    ]
+DIMS = ModelDims(32, 8, NormFields())
+SMALL = {"kind": "attention", "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": {"eps": 1e-5}, "qk_norm": "head"},
+        {"norm": {"eps": 1e-5}, "v_norm": "head"},
+        {"qk_norm": "l2", "qk_norm_place": "after_rope", "rope": {"dim": 4, "theta": 1e4}},
+        {"v_head_dim": 6, "window": 4, "sinks": True},
+    ],
+)
+def test_what_has_an_effect_is_accepted(changes: dict[str, Any]) -> None:
+    assert block.check(block.Fields.model_validate(SMALL | changes), DIMS) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"norm": {"eps": 1e-5}},
+            FieldProblem(("norm",), "norm has no effect with qk_norm 'none'", "set qk_norm: head, or remove norm"),
+        ),
+        (
+            {"qk_norm": "head", "norm": {"kind": "layer"}},
+            FieldProblem(
+                ("norm",), "query, key and value norms are RMS norms without bias", "set norm: {kind: rms, bias: false}"
+            ),
+        ),
+        (
+            {"qk_norm": "l2", "norm": {"zero_centered": True}},
+            FieldProblem(("norm", "zero_centered"), "zero_centered has no effect on a norm without gain", "remove it"),
+        ),
+        (
+            {"qk_norm": "head", "qk_norm_place": "after_rope"},
+            FieldProblem(("qk_norm_place",), "qk_norm_place has no effect without qk_norm and rope", "remove it"),
+        ),
+        (
+            {"window": 4, "chunk": 4},
+            FieldProblem(("chunk",), "window and chunk exclude each other", "remove one of them"),
+        ),
+        (
+            {"keys_as_values": True, "v_head_dim": 4},
+            FieldProblem(
+                ("v_head_dim",), "keys of 8 dims cannot be values of 4", "remove v_head_dim, or keys_as_values"
+            ),
+        ),
+        (
+            {"rope": {"dim": 10, "theta": 1e4}},
+            FieldProblem(("rope", "dim"), "rope dim 10 must be even and at most head_dim 8"),
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(changes: dict[str, Any], problem: FieldProblem) -> None:
+    assert block.check(block.Fields.model_validate(SMALL | changes), DIMS) == [problem]
+
+
+@pytest.mark.parametrize(("changes", "reads"), [({}, 1000), ({"window": 64}, 64), ({"chunk": 256}, 256)])
+def test_cost_counts_the_keys_in_reach(changes: dict[str, Any], reads: int) -> None:
+    load = Load(64, 8, 8, 1000, 1000, 56, 1000, 16, Degrees(), Dtypes(*["bfloat16"] * 6), 8, 256)
+    terms = work(block.Fields.model_validate(SMALL | changes), DIMS, load)
+    row_bytes = 2 * 2 * 8 * 2
+    streams = {term.op: term.bytes for term in terms if isinstance(term, Stream)}
+    assert streams["attend decode"] == 3 * 8 * reads * row_bytes
+    assert streams["attend prefill"] == 3 * 56 / 128 * reads * row_bytes
+
+
+def test_a_norm_over_all_heads_is_summed_over_devices() -> None:
+    """Where heads are cut the plan counts the message, and the emitted call names the mesh axes."""
+    fields = block.Fields.model_validate(SMALL | {"qk_norm": "full"})
+    for tp, found in ((1, []), (2, [("attention_tp",)])):
+        load = Load(64, 8, 8, 9, 9, 56, 9, 16, Degrees(tp=tp), Dtypes(*["bfloat16"] * 6), 8, 256)
+        messages = [one for one in work(fields, DIMS, load) if isinstance(one, Collective)]
+        assert [one.axes for one in messages if one.op == "norm heads"] == found
+        assert all(one.shape == (64, 2) for one in messages if one.op == "norm heads")
 
 
 class Sequence:
@@ -185,8 +275,8 @@ class Sequence:
         return np.asarray(out[first : first + count])
 
 
-@pytest.mark.parametrize("pieces", [(64, 66), (8, 8, 114), (1, 2, 3, 63, 61), (13, 50, 67)])
-@pytest.mark.parametrize("name", ["gated_partial_rope", "interleaved_one_kv"])
+@pytest.mark.parametrize("pieces", [(64, 66), (1, 2, 3, 63, 61), (13, 50, 67)])
+@pytest.mark.parametrize("name", ["gated_partial_rope", "interleaved_one_kv", *IN_REACH])
 def test_prefill_in_pieces_equals_prefill_at_once(name: str, pieces: tuple[int, ...], batch_of) -> None:
     whole, cut = (Sequence(TEST_SHAPES[name], 130, len(pieces), batch_of) for _ in range(2))
     want = whole.feed(0, 130)
@@ -195,7 +285,7 @@ def test_prefill_in_pieces_equals_prefill_at_once(name: str, pieces: tuple[int, 
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["gated_partial_rope", "plain_gqa"])
+@pytest.mark.parametrize("name", ["gated_partial_rope", "plain_gqa", *IN_REACH])
 def test_decode_steps_equal_prefill(name: str, batch_of) -> None:
     whole, stepped = (Sequence(TEST_SHAPES[name], 40, 7, batch_of) for _ in range(2))
     want = whole.feed(0, 40)
@@ -219,16 +309,18 @@ def test_page_order_does_not_matter(seed: int, batch_of) -> None:
     np.testing.assert_array_equal(*outs)
 
 
+@pytest.mark.parametrize("name", ["plain_gqa", *IN_REACH])
 @pytest.mark.parametrize("mix", ["mixed_page_edges", "continued_prefix"])
-def test_nothing_of_other_requests_is_read(mix: str, batch_of) -> None:
-    """NaN in every cache entry that is not a row's own history, and in the padding tokens, changes no bit."""
-    shape, rng, (num_decode, lengths) = TEST_SHAPES["plain_gqa"], np.random.default_rng(17), MIXES[mix]
+def test_nothing_of_other_requests_is_read(mix: str, name: str, batch_of) -> None:
+    """NaN in every cache entry that no query of a row sees, and in the padding tokens, changes no bit."""
+    shape, rng, (num_decode, lengths) = TEST_SHAPES[name], np.random.default_rng(17), MIXES[mix]
     batch = batch_of(lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=1)
     h, w, pool = normal(rng, TOKENS, shape.hidden), draw_weights(shape, rng), draw_pool(shape, rng)
     mine = np.zeros((PAGES, PAGE_SIZE), bool)
     for row, (old, _) in enumerate(lengths):
-        position = np.arange(old)
+        position = np.arange(oldest_seen(shape, old), old)
         mine[np.asarray(batch.page_table)[row, position // PAGE_SIZE], position % PAGE_SIZE] = True
+    assert mine.any() == (shape.window != 1)  # a window of 1 sees nothing cached
     dirty = jnp.where(jnp.asarray(np.tile(mine, (LAYERS, 1)))[..., None], pool, jnp.nan)
     used = sum(new for _, new in lengths)
     clean = attend(h, w, pool, batch, 1, shape=shape)[0]
@@ -236,35 +328,91 @@ def test_nothing_of_other_requests_is_read(mix: str, batch_of) -> None:
     np.testing.assert_array_equal(got[:used], clean[:used])
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_head_shards_add_up(tp: int, batch_of) -> None:
-    """Partial outputs of tp devices sum to the whole; above 2 the 2 key/value heads are repeated."""
-    shape, rng = TEST_SHAPES["gated_partial_rope"], np.random.default_rng([tp, 18])
-    H, num_decode, lengths = shape.head_dim, *MIXES["mixed_page_edges"]
+def oldest_seen(shape: AttentionShape, position: int) -> int:
+    """The first position a query at `position` sees."""
+    if shape.window is not None:
+        return max(position - shape.window + 1, 0)
+    return position // shape.chunk * shape.chunk if shape.chunk is not None else 0
+
+
+@pytest.mark.parametrize("reach", [1, 2, 8, 9, 10, 17, 90, 1000])
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_pages_before_the_window_are_left_out(reach: int, page_size: int) -> None:
+    """What is walked: the pages from the oldest key in reach to the last cached one, and never more than fit there."""
+    rules = xla._AttnScoreRules(1.0, None, reach, None)
+    start = np.arange(0, 20 * page_size)
+    table = np.arange(1, 1 + 20 * len(start)).reshape(len(start), 20)
+    oldest = np.maximum(start - reach + 1, 0)
+    pages, cached, skipped = map(
+        np.asarray, xla._attn_skip(jnp.asarray(table), jnp.asarray(start), jnp.asarray(oldest), page_size, rules)
+    )
+    for row, position in enumerate(start):
+        needed = table[row, oldest[row] // page_size : -(-position // page_size)]
+        walked = pages[row, : -(-cached[row] // page_size)]
+        np.testing.assert_array_equal(walked, needed)
+        assert skipped[row] == oldest[row] // page_size * page_size and skipped[row] + cached[row] == max(
+            position, skipped[row]
+        )
+
+
+def local_weights(
+    w: dict[str, jax.Array], shape: AttentionShape, tp: int, part: int, copies: int
+) -> dict[str, jax.Array]:
+    """One device's weights: everything per query head or key/value head is cut, the latter repeated first."""
+
+    def cut(x: jax.Array, dim: int, repeat: int = 1) -> jax.Array:
+        heads = shape.num_kv_heads if repeat > 1 else 1
+        parts = jnp.split(x, heads, axis=dim)
+        return jnp.split(jnp.concatenate([one for one in parts for _ in range(repeat)], axis=dim), tp, axis=dim)[part]
+
+    full = shape.qk_norm == "full"
+    dims = {"w_q": 1, "w_g": 1, "w_o": 0, "b_q": 0, "sinks": 0} | ({"q_norm": 0} if full else {})
+    kv_dims = {"w_k": 1, "w_v": 1, "b_k": 0, "b_v": 0} | ({"k_norm": 0} if full else {})
+    mine = {name: cut(w[name], dim) for name, dim in dims.items() if name in w}
+    return w | mine | {name: cut(w[name], dim, copies) for name, dim in kv_dims.items() if name in w}
+
+
+def local_pool(pool: jax.Array, shape: AttentionShape, tp: int, part: int, copies: int) -> jax.Array:
+    """Pages of one device: its key heads, then its value heads."""
+    keys, values = jnp.split(pool, [shape.num_kv_heads * shape.head_dim], axis=-1)
+    mine = []
+    for half in (keys, values):
+        heads = jnp.repeat(half.reshape(*half.shape[:2], shape.num_kv_heads, -1), copies, axis=2)
+        mine.append(jnp.split(heads, tp, axis=2)[part].reshape(*half.shape[:2], -1))
+    return jnp.concatenate(mine, axis=-1)
+
+
+# Degrees that divide the query heads, and divide the key/value heads or are a multiple of them.
+TP_CASES = [
+    ("gated_partial_rope", 2),
+    ("gated_partial_rope", 4),
+    ("window_sinks_bias", 2),
+    ("window_wide_values", 3),
+    ("full_norm_keys_as_values", 2),
+    ("full_norm_keys_as_values", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "tp"), TP_CASES)
+def test_head_shards_add_up(name: str, tp: int, batch_of) -> None:
+    """Partial outputs of tp devices sum to the whole; key/value heads are repeated where there are fewer than tp."""
+    shape, rng = TEST_SHAPES[name], np.random.default_rng([tp, 18])
+    num_decode, lengths = MIXES["mixed_page_edges"]
     batch = batch_of(lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=tp)
     h, w, pool = normal(rng, TOKENS, shape.hidden), draw_weights(shape, rng), draw_pool(shape, rng)
     want = attend(h, w, pool, batch, 0, shape=shape)[0]
     copies = max(1, tp // shape.num_kv_heads)
-    local = AttentionShape(
-        shape.hidden, shape.num_q_heads // tp, shape.num_kv_heads * copies // tp, H, shape.rope_dim,
-        shape.rope_theta, qk_norm=True, zero_centered=True, output_gate=True,
-    )  # fmt: skip
+    local = replace(shape, num_q_heads=shape.num_q_heads // tp, num_kv_heads=shape.num_kv_heads * copies // tp)
+    parts = [local_weights(w, shape, tp, part, copies) for part in range(tp)]
+    pools = [local_pool(pool, shape, tp, part, copies) for part in range(tp)]
+    stacked, kv = jax.tree.map(lambda *x: jnp.stack(x), *parts), jnp.stack(pools)
 
-    def cut(x: jax.Array, part: int, dim: int) -> jax.Array:
-        return jnp.split(x, tp, axis=dim)[part]
+    @partial(jax.vmap, in_axes=(0, 0), axis_name="heads")
+    def one(w, kv):
+        return attend(h, w, kv, batch, 0, shape=local, sum_axes=("heads",))[0]
 
-    def repeat_heads(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x.reshape(*x.shape[:-1], -1, H), copies, axis=-2).reshape(*x.shape[:-1], -1)
-
-    total = jnp.zeros_like(want)
-    for part in range(tp):
-        mine = w | {"w_q": cut(w["w_q"], part, 1), "w_o": cut(w["w_o"], part, 0)}
-        mine |= {name: cut(repeat_heads(w[name]), part, 1) for name in ("w_k", "w_v")}
-        kv = jnp.concatenate([cut(repeat_heads(half), part, -1) for half in jnp.split(pool, 2, axis=-1)], axis=-1)
-        total += attend(h, mine, kv, batch, 0, shape=local)[0]
-    np.testing.assert_allclose(
-        total[: sum(new for _, new in lengths)], want[: sum(new for _, new in lengths)], atol=TOLERANCE, rtol=0
-    )
+    used = sum(new for _, new in lengths)
+    np.testing.assert_allclose(one(stacked, kv).sum(axis=0)[:used], want[:used], atol=TOLERANCE, rtol=0)
 
 
 # bfloat16 rounds queries, probabilities and outputs to 2^-9 relative each; outputs here reach 1.1 and

@@ -8,7 +8,7 @@ output bounds the error, on the same routing.
 """
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moec.blocks.collectives import xla as collectives
 from moec.blocks.core.quant import quantize_on_host
+from moec.blocks.mlp.clamp import Clamp
 from moec.blocks.moe import ref, xla
 from moec.blocks.moe.shapes import TEST_SHAPES, MoeShape
 
@@ -49,13 +50,16 @@ def draw_routing(shape: MoeShape, seed: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(index, jnp.int32), jnp.asarray(rng.uniform(0.1, 1, index.shape), jnp.float32)
 
 
-def run(module, shape: MoeShape, h, routing, stacks: Stacks, scales: Stacks | None = None, first=0, layer=1):
+def run(
+    module, shape: MoeShape, h, routing, stacks: Stacks, scales: Stacks | None = None, first=0, layer=1, options=None
+):
     """experts() of either module; the XLA one under jit with a traced layer and first expert."""
 
     def call(h, index, weight, stacks, scales, layer, first):
+        biases = {key: stack for key, stack in stacks.items() if key.startswith("b_")}
         return module.experts(
-            h, index, weight, *(stacks[k] for k in ("w_gate", "w_up", "w_down")), scales,
-            layer=layer, first_expert=first, activation="silu", block_rows=shape.block_rows,
+            h, index, weight, *(stacks.get(k) for k in ("w_gate", "w_up", "w_down")), scales,
+            layer=layer, first_expert=first, block_rows=shape.block_rows, biases=biases, **(options or {}),
         )  # fmt: skip
 
     call = jax.jit(call) if module is xla else call
@@ -63,11 +67,11 @@ def run(module, shape: MoeShape, h, routing, stacks: Stacks, scales: Stacks | No
         return call(h, *routing, stacks, scales, layer, first)
 
 
-def check(shape: MoeShape, h, routing, stacks, scales=None, first=0, layer=1) -> jax.Array:
+def check(shape: MoeShape, h, routing, stacks, scales=None, first=0, layer=1, options=None) -> jax.Array:
     """XLA equals the reference; returns the result."""
     stacks = jax.tree.map(jnp.asarray, stacks)
-    found = run(xla, shape, h, routing, stacks, scales, first, layer)
-    want = run(ref, shape, h, routing, stacks, scales, first, layer)
+    found = run(xla, shape, h, routing, stacks, scales, first, layer, options)
+    want = run(ref, shape, h, routing, stacks, scales, first, layer, options)
     assert found.dtype == want.dtype == jnp.float32
     np.testing.assert_allclose(found, want, atol=F32_TOLERANCE, rtol=0)
     return found
@@ -81,13 +85,47 @@ def test_experts_match_the_reference(name: str, seed: int) -> None:
     assert float(jnp.abs(y).max()) > 0.3
 
 
+def draw_biases(shape: MoeShape, seed: int) -> dict[str, np.ndarray]:
+    """b_gate, b_up [L, E, I] and b_down [L, E, D] of order 0.5."""
+    rng = np.random.default_rng(seed + 300)
+    sizes = {"b_gate": shape.intermediate, "b_up": shape.intermediate, "b_down": shape.hidden}
+    lead = (shape.layers, shape.local_experts)
+    return {key: (rng.standard_normal((*lead, size)) / 2).astype(np.float32) for key, size in sizes.items()}
+
+
+MATRICES = ("w_gate", "w_up", "w_down")
+BIASES = ("b_gate", "b_up", "b_down")
+# What a call changes of the default, and the stacks it has; sums stay of order 1.
+OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "plain": ({"activation": "relu2"}, ("w_up", "w_down")),
+    "plain_bias": ({"activation": "gelu"}, ("w_up", "w_down", "b_up", "b_down")),
+    "bias": ({}, (*MATRICES, *BIASES)),
+    "bias_elsewhere": ({"add_b_down": False}, (*MATRICES, *BIASES)),
+    "clamp": ({"clamp": Clamp(limit=0.7, alpha=1.702, up_offset=1.0)}, (*MATRICES, *BIASES)),
+    "clamp_after": ({"clamp": Clamp(limit=0.4, place="after")}, MATRICES),
+    "weigh_input": ({"weigh": "input", "activation": "gelu_tanh"}, MATRICES),
+}
+
+
+@pytest.mark.parametrize("name", ["odd", "one_of_two_ranks"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_match_the_reference(option: str, name: str) -> None:
+    shape, (options, keys) = TEST_SHAPES[name], OPTIONS[option]
+    stacks = draw_stacks(shape, 12) | draw_biases(shape, 12)
+    routing, h = draw_routing(shape, 12), draw_tokens(shape, 12)
+    found = check(shape, h, routing, {k: stacks[k] for k in keys}, options=options)
+    plain = run(ref, shape, h, routing, {k: jnp.asarray(stacks[k]) for k in MATRICES})
+    assert float(jnp.abs(found - plain).max()) > 0.1, "the option does nothing"
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn", "int4"])
 @pytest.mark.parametrize("name", ["odd", "ragged_scale_blocks"])
-def test_fp8_experts_match_the_reference(name: str) -> None:
-    """160 and 192 are no multiples of the 128 x 128 scale blocks."""
+def test_scaled_experts_match_the_reference(name: str, dtype: str) -> None:
+    """160 and 192 are no multiples of the 128 x 128 scale blocks of float8, nor 24 of the 32 rows of 4 bits."""
     shape = TEST_SHAPES[name]
     # Magnitudes differ by scale block, so that a misplaced scale shows.
     stacks = {k: w * (1 + np.arange(w.shape[-1]) // 128 * 3.0) for k, w in draw_stacks(shape, 3).items()}
-    pairs = {k: quantize_on_host(w) for k, w in stacks.items()}
+    pairs = {k: quantize_on_host(w, dtype) for k, w in stacks.items()}
     q, scales = ({k: jnp.asarray(p[n]) for k, p in pairs.items()} for n in (0, 1))
     h = 0.3 * draw_tokens(shape, 3)
     check(shape, h, draw_routing(shape, 3), q, scales)
@@ -171,7 +209,7 @@ def test_a_scan_over_layers_copies_no_stack() -> None:
 
     def experts_of(module, h, stacks, layer):
         matrices = (stacks[k] for k in ("w_gate", "w_up", "w_down"))
-        options = {"layer": layer, "first_expert": 0, "activation": "silu", "block_rows": 4}
+        options = {"layer": layer, "first_expert": 0, "block_rows": 4}
         return module.experts(h, index, weight, *matrices, None, **options)
 
     def step(h, stacks):
@@ -200,13 +238,14 @@ def sharded(layout: str, block_rows: int, fp8: bool) -> Callable:
     mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(tuple(sizes.values())), tuple(sizes))
     reduce_axes = tuple(a for a in (*expert_axes, *inner_axes) if a not in token_axes)
 
-    def layer(h, index, weight, stacks, scales):
+    def layer(h, index, weight, stacks, biases, scales):
         x = collectives.gather_tokens(h, token_axes)
         index, weight = collectives.gather_routing(index, weight, token_axes)
         first = lax.axis_index(expert_axes) * stacks["w_gate"].shape[1]
         y = xla.experts(
             x, index, weight, *(stacks[k] for k in ("w_gate", "w_up", "w_down")), scales,
-            layer=1, first_expert=first, activation="silu", block_rows=block_rows,
+            layer=1, first_expert=first, block_rows=block_rows, biases=biases,
+            add_b_down=lax.axis_index(inner_axes) == 0 if inner_axes else True,
         )  # fmt: skip
         y = collectives.reduce_scatter_tokens(y, token_axes)
         return collectives.all_reduce(y, reduce_axes) if reduce_axes else y
@@ -214,7 +253,9 @@ def sharded(layout: str, block_rows: int, fp8: bool) -> Callable:
     tokens = P(token_axes)
     up, down = P(None, expert_axes, None, inner_axes or None), P(None, expert_axes, inner_axes or None)
     stacks = {"w_gate": up, "w_up": up, "w_down": down}
-    specs = (tokens, tokens, tokens, stacks, stacks if fp8 else None)
+    inner = P(None, expert_axes, inner_axes or None)
+    biases = {"b_gate": inner, "b_up": inner, "b_down": P(None, expert_axes)}
+    specs = (tokens, tokens, tokens, stacks, biases, stacks if fp8 else None)
     return jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False))
 
 
@@ -227,100 +268,59 @@ def test_eight_devices_equal_one(layout: str, fp8: bool) -> None:
     index = index.at[5].set(-1).at[16:].set(-1)
     stacks, scales = draw_stacks(shape, 11), None
     if fp8:
-        pairs = {k: quantize_on_host(w) for k, w in stacks.items()}
+        pairs = {k: quantize_on_host(w, "float8_e4m3fn") for k, w in stacks.items()}
         stacks, scales = ({k: jnp.asarray(p[n]) for k, p in pairs.items()} for n in (0, 1))
-    stacks = jax.tree.map(jnp.asarray, stacks)
+    stacks, biases = jax.tree.map(jnp.asarray, (stacks, draw_biases(shape, 11)))
     with jax.default_matmul_precision("highest"):
-        found = sharded(layout, shape.block_rows, fp8)(h, index, weight, stacks, scales)
-    want = run(ref, shape, h, (index, weight), stacks, scales)
+        found = sharded(layout, shape.block_rows, fp8)(h, index, weight, stacks, biases, scales)
+    want = run(ref, shape, h, (index, weight), stacks | biases, scales)
     np.testing.assert_allclose(found, want, atol=F32_TOLERANCE, rtol=0)
     assert float(jnp.abs(want[:5]).max()) > 0.1
 
 
-ROUTERS = {
-    "softmax": {"score": "softmax", "renormalize": True},
-    "softmax_plain": {"score": "softmax", "renormalize": False},
-    "sigmoid": {"score": "sigmoid", "renormalize": True, "scale": 2.5},
-    "sigmoid_plain": {"score": "sigmoid", "renormalize": False},
+# What a call changes of the default, and the weights it has beside shared_up and shared_down.
+SHARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "default": ({}, ("shared_gate",)),
+    "sigmoid": ({"gate": "sigmoid"}, ("shared_gate", "shared_router")),
+    "plain_half": ({"gated": False, "activation": "relu2", "scale": 0.5}, ()),
+    "bias": (
+        {"bias": True, "gate": "sigmoid"},
+        ("shared_gate", "shared_router", "shared_b_gate", "shared_b_up", "shared_b_down"),
+    ),
+    "clamp": ({"clamp": Clamp(limit=0.6)}, ("shared_gate",)),
 }
 
 
-def draw_router(seed: int, tokens: int = 37, hidden: int = 64, num_experts: int = 48) -> tuple[jax.Array, jax.Array]:
-    rng = np.random.default_rng(seed)
-    h, w = rng.standard_normal((tokens, hidden)), rng.standard_normal((hidden, num_experts)) / 4
-    return jnp.asarray(h, jnp.float32), jnp.asarray(w, jnp.float32)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("router", ROUTERS)
-def test_route_matches_the_reference(router: str, seed: int) -> None:
-    """Same experts in the same order; weights differ by a few float32 roundings of values <= 2.5."""
-    h, w = draw_router(seed)
-    with jax.default_matmul_precision("highest"):
-        index, weight = jax.jit(partial(xla.route, top_k=5, **ROUTERS[router]))(h, w)
-    want_index, want_weight = ref.route(h, w, top_k=5, **ROUTERS[router])
-    assert (index.dtype, weight.dtype) == (jnp.int32, jnp.float32)
-    np.testing.assert_array_equal(index, want_index)
-    np.testing.assert_allclose(weight, want_weight, atol=1e-5, rtol=0)
-    if ROUTERS[router]["renormalize"]:
-        np.testing.assert_allclose(weight.sum(axis=1), ROUTERS[router].get("scale", 1.0), atol=1e-5)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-def test_route_in_bfloat16_rounds_logits_and_weights(router: str) -> None:
-    """Exact products and sums (small integers), so both round the same logits, ties included."""
-    rng = np.random.default_rng(5)
-    h, w = (jnp.asarray(rng.integers(-16, 17, size) / 64, jnp.bfloat16) for size in ((33, 64), (64, 40)))
-    index, weight = jax.jit(partial(xla.route, top_k=6, **ROUTERS[router]))(h, w)
-    want_index, want_weight = ref.route(h, w, top_k=6, **ROUTERS[router])
-    exact = h.astype(jnp.float32) @ w.astype(jnp.float32)
-    assert (exact != exact.astype(jnp.bfloat16).astype(jnp.float32)).any(), "nothing was rounded"
-    assert weight.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(index, want_index)
-    np.testing.assert_allclose(weight.astype(jnp.float32), want_weight.astype(jnp.float32), rtol=2**-8)
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_equal_scores_take_the_lower_expert(score: str) -> None:
-    h, w = draw_router(6)
-    # Expert e and e + 24 always tie.
-    w = jnp.concatenate([w[:, :24], w[:, :24]], axis=1)
-    index, _ = xla.route(h, w, top_k=6, score=score, renormalize=True)
-    pairs = np.asarray(index).reshape(-1, 3, 2)
-    np.testing.assert_array_equal(pairs[..., 0] + 24, pairs[..., 1])
-
-
-def test_softmax_runs_over_all_experts() -> None:
-    """Without renormalisation the chosen weights are shares of all experts' mass."""
-    h, w = draw_router(7)
-    index, weight = xla.route(h, w, top_k=4, score="softmax", renormalize=False)
-    scores = jax.nn.softmax(jnp.dot(h, w, precision="highest"), axis=-1)
-    np.testing.assert_allclose(weight, jnp.take_along_axis(scores, index, axis=1), atol=1e-5, rtol=0)
-    assert float(weight.sum(axis=1).max()) < 0.999
-
-
-def test_sigmoid_scores_that_all_underflow_give_zeros() -> None:
-    h, w = jnp.full((2, 4), 100.0), jnp.full((4, 8), -100.0)
-    _, weight = xla.route(h, w, top_k=2, score="sigmoid", renormalize=True)
-    assert not np.asarray(weight).any()
-
-
-@pytest.mark.parametrize("gate", ["sigmoid", "none"])
-def test_shared_expert_matches_the_reference(gate: str) -> None:
+@pytest.mark.parametrize("option", SHARED)
+def test_shared_expert_matches_the_reference(option: str) -> None:
     rng = np.random.default_rng(8)
+    options, keys = SHARED[option]
     sizes = {"shared_gate": (64, 40), "shared_up": (64, 40), "shared_down": (40, 64), "shared_router": (64, 1)}
+    sizes |= {"shared_b_gate": (40,), "shared_b_up": (40,), "shared_b_down": (64,)}
+    sizes = {key: sizes[key] for key in ("shared_up", "shared_down", *keys)}
     w = {k: jnp.asarray(rng.standard_normal(s) * 2 / np.sqrt(s[0]), jnp.float32) for k, s in sizes.items()}
     h = jnp.asarray(rng.standard_normal((11, 64)), jnp.float32)
+
+    def half(first: int) -> jax.Array:
+        """This half of the inner dims; the first one adds the bias of the outer ones."""
+        cut, own = slice(first, first + 20), dict(w)
+        for key in {"shared_gate", "shared_up", "shared_down", "shared_b_gate", "shared_b_up"} & w.keys():
+            own[key] = w[key][:, cut] if key in ("shared_gate", "shared_up") else w[key][cut]
+        return xla.shared_expert(h, own, **options, add_b_down=first == 0)
+
     with jax.default_matmul_precision("highest"):
-        found = xla.shared_expert(h, w, gate=gate, activation="silu")
-        halves = [
-            xla.shared_expert(h, w | {
-                "shared_gate": w["shared_gate"][:, cut], "shared_up": w["shared_up"][:, cut],
-                "shared_down": w["shared_down"][cut],
-            }, gate=gate, activation="silu")
-            for cut in (slice(0, 20), slice(20, 40))
-        ]  # fmt: skip
-    want = ref.shared_expert(h, w, gate=gate, activation="silu")
+        found = xla.shared_expert(h, w, **options)
+        halves = half(0) + half(20)
+    want = ref.shared_expert(h, w, **options)
     np.testing.assert_allclose(found, want, atol=F32_TOLERANCE, rtol=0)
     # Cut in two, the parts sum to the whole.
-    np.testing.assert_allclose(halves[0] + halves[1], want, atol=F32_TOLERANCE, rtol=0)
+    np.testing.assert_allclose(halves, want, atol=F32_TOLERANCE, rtol=0)
+
+
+def test_a_latent_projection_rounds_once() -> None:
+    """float32 sums, then the activation dtype; sums are exact here, so both round the same values."""
+    rng = np.random.default_rng(13)
+    x, w = (jnp.asarray(rng.integers(-16, 17, size) / 64, jnp.bfloat16) for size in ((9, 64), (64, 24)))
+    found, want = xla.latent_projection(x, w), ref.latent_projection(x, w)
+    assert found.dtype == want.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), want.astype(jnp.float32))

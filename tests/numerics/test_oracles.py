@@ -10,45 +10,72 @@ import pytest
 
 from moec.compiler.emit.emit import emit
 from moec.compiler.plan.choose import make_plan
+from moec.compiler.plan.space import has_cut
 from moec.compiler.spec.load import load
 from moec.compiler.verify.recorded import verify_recorded
 
 TOLERANCE = 1e-4
-# target and pins; the first two run by default, the others in the full suite
+# Target and pins. Every architecture runs on one device, data x expert and tensor x expert parallel; the larger meshes
+# cover shardings, for which two models are enough.
 MESHES = {
-    "one": ("cpu", ()),
+    "dp2_ep2": ("cpu:2", ("plan.attention.dp=2", "plan.experts.ep=2")),
+    "tp2_ep2": ("cpu:2", ("plan.attention.tp=2", "plan.experts.ep=2")),
     "dp4tp2_ep8": ("cpu:8", ("plan.attention.dp=4", "plan.attention.tp=2", "plan.experts.ep=8")),
     "dp8_ep8": ("cpu:8", ("plan.attention.dp=8", "plan.experts.ep=8")),
     "dp8_ep4tp2": ("cpu:8", ("plan.attention.dp=8", "plan.experts.ep=4", "plan.experts.tp=2")),
     "dp2tp2_ep4": ("cpu:4", ("plan.attention.dp=2", "plan.attention.tp=2", "plan.experts.ep=4")),
-    "dp2_ep2": ("cpu:2", ("plan.attention.dp=2", "plan.experts.ep=2")),
-    "tp2_ep2": ("cpu:2", ("plan.attention.tp=2", "plan.experts.ep=2")),
 }
-DEFAULT = ("one", "dp4tp2_ep8")
-PLACED = ("plan.embed=sharded", "plan.head=sharded", "plan.shared_expert=sharded")
+EVERY_MODEL, LARGER = list(MESHES)[:2], list(MESHES)[2:]
+PLACES = {"shared_expert": "shared", "mlp": "mlp", "embed": "embed", "head": "head"}
 
 
-SLOW = tuple(name for name in MESHES if name not in DEFAULT)
-
-
-@pytest.mark.parametrize("mesh", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_recorded_reference(oracle_dir: Path, mesh: str, tmp_path: Path, root: Path):
+def verify(oracle: Path, folder: Path, target: str, pins: tuple[str, ...]) -> None:
     """Full prefill (2 x 37, 1 x 130 tokens), ragged chunks, cached single steps, 24 greedy ids."""
-    if not (root / "specs" / "models" / "tiny" / f"{oracle_dir.name}.yaml").is_file():
-        assert not oracle_dir.is_relative_to(root), f"the committed recording {oracle_dir.name} has no spec"
-        pytest.skip(f"no spec for {oracle_dir.name} of $MOEC_ORACLES yet")
-    target, pins = MESHES[mesh]
     # 136 tokens per step, so that the longest reference is one chunk.
-    overrides = [*pins, "plan.max_batched_tokens=136", *(PLACED if target != "cpu" else ())]
-    if mesh != "one" and oracle_dir.name in ("qwen3_moe", "mixtral"):
-        overrides.remove("plan.shared_expert=sharded")  # these have no shared expert to place
-    request = load(f"tiny/{oracle_dir.name}", target=target, workload="tiny", overrides=overrides)
-    emit(request.graph, make_plan(request), tmp_path / "program")
-    report = verify_recorded(tmp_path / "program", oracle_dir, oracle_dir / "ref.npz", tolerance=TOLERANCE)
+    overrides = [*pins, "plan.max_batched_tokens=136"]
+    request = load(f"tiny/{oracle.name}", target=target, workload="tiny", overrides=overrides)
+    emit(request.graph, make_plan(request), folder)
+    report = verify_recorded(folder, oracle, oracle / "ref.npz", tolerance=TOLERANCE)
     assert report.greedy == report.greedy_wanted
     assert len(report.greedy) == 24
     assert set(report.max_abs_err) == {"full a", "ragged a", "full b", "ragged b", "cached steps"}
     assert max(report.max_abs_err.values()) <= TOLERANCE, report.max_abs_err
+
+
+def sharded(name: str) -> tuple[str, ...]:
+    """Pins that cut everything the model has that may be replicated."""
+    graph = load(f"tiny/{name}").graph
+    return tuple(f"plan.{pin}=sharded" for pin, role in PLACES.items() if has_cut(graph, role))
+
+
+def test_recorded_reference(oracle_dir: Path, tmp_path: Path) -> None:
+    """One device."""
+    verify(oracle_dir, tmp_path / "program", "cpu", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", EVERY_MODEL)
+def test_on_two_devices(oracle_dir: Path, mesh: str, tmp_path: Path) -> None:
+    """Every architecture, everything cut that can be."""
+    target, pins = MESHES[mesh]
+    verify(oracle_dir, tmp_path / "program", target, (*pins, *sharded(oracle_dir.name)))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("qwen3_5_moe", "dp4tp2_ep8")]
+    + [
+        pytest.param(name, mesh, marks=pytest.mark.slow)
+        for name in ("qwen3_5_moe", "mixtral")
+        for mesh in LARGER
+        if (name, mesh) != ("qwen3_5_moe", "dp4tp2_ep8")
+    ],
+)
+def test_on_larger_meshes(name: str, mesh: str, oracle_dirs: dict[str, Path], tmp_path: Path) -> None:
+    """Every kind of mesh: degrees that divide each other, cut experts, repeated key/value heads."""
+    target, pins = MESHES[mesh]
+    verify(oracle_dirs[name], tmp_path / "program", target, (*pins, *sharded(name)))
 
 
 def test_a_wrong_model_is_caught(tmp_path: Path, root: Path, oracle_dirs: dict[str, Path]):

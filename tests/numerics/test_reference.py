@@ -67,7 +67,7 @@ def layers_of(graph: Graph) -> dict[str, list[int | None]]:
     found: dict[str, list[int | None]] = {}
     for key in all_weights(graph):
         block = key.partition(".")[0]
-        users = [i for i, layer in graph.layers() if block in (layer.mixer.name, layer.ffn.name, "layer")]
+        users = [i for i, layer in graph.layers() if block in ("layer", *(inst.name for inst in layer.blocks))]
         found[key] = [*users] if users else [None]
     return found
 

@@ -64,3 +64,12 @@ def test_tensor_parallel_beside_data_parallel(tmp_path: Path) -> None:
     pins = ("plan.attention={dp: 2, tp: 4}", "plan.experts={ep: 4, tp: 2}", "plan.shared_expert=sharded")
     _, plan = check("wide_tp", "cpu:8", tmp_path, *pins)
     assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.ep, plan.mesh.etp) == (2, 4, 4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "pins"), [("cpu", ()), ("cpu:4", ("plan.attention={dp: 2, tp: 2}",))])
+def test_mixers_with_channel_and_constant_decays(target: str, pins: tuple[str, ...], tmp_path: Path) -> None:
+    """Decays that depend on a layer's place in the model, and a norm over heads that are cut."""
+    request, plan = check("linear_mixers", target, tmp_path, *pins)
+    assert request.graph.layers_of("lin") == (1, 2, 5, 6)
+    assert "tensor" in plan.mesh.attention_tp or not pins

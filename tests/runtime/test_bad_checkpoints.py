@@ -68,6 +68,35 @@ def good() -> Shards:
     return [{"model.embed.weight": np.ones((8, 4), f32), **layers[0]}, {**layers[1], **last}]
 
 
+def packed_weights() -> dict[str, Any]:
+    turned = ("transpose",)
+    up, down = ((Source(f"layers.{{layer}}.{name}", (turned,), packed),) for name, packed in PACKED_TENSORS)
+    return {"stacks": {"w_up": stack((2, 64, 6), up), "w_down": stack((2, 32, 4), down)}}
+
+
+PACKED_TENSORS = (("up_blocks", "mxfp4"), ("{expert}.down.weight_packed", "int4"))
+PACKED = SimpleNamespace(
+    **{**vars(PROGRAM), "weights": packed_weights, "SCALE_SUFFIX": None, "SCALE_BLOCK": None, "IGNORE": ()}
+)
+
+
+def good_packed() -> Shards:
+    """Two shards, one layer each; w_up [2, 64, 6] stacked in mxfp4, w_down [2, 32, 4] one by one in int4."""
+    layers: Shards = [{}, {}]
+    for i, shard in enumerate(layers):
+        shard[f"layers.{i}.up_blocks"] = np.full((2, 6, 2, 16), 0x22, np.uint8)  # e2m1 code 2 is 1
+        shard[f"layers.{i}.up_scales"] = np.full((2, 6, 2), 127, np.uint8)
+        for e in range(2):
+            shard[f"layers.{i}.{e}.down.weight_packed"] = np.full((4, 4), -0x66666667, np.int32)  # eight times 9 - 8
+            shard[f"layers.{i}.{e}.down.weight_scale"] = np.ones((4, 1), ml_dtypes.bfloat16)
+            shard[f"layers.{i}.{e}.down.weight_shape"] = np.array([4, 32], np.int64)
+    return layers
+
+
+# What a case damages: `program` in its file, "plain" unless it says so.
+SETS = {"plain": (PROGRAM, good), "packed": (PACKED, good_packed)}
+
+
 def edit_tensors(shards: Shards, edit: dict[str, Any]) -> None:
     if "drop_all" in edit:
         for shard in shards:
@@ -117,9 +146,9 @@ def edit_index(folder: Path, name: str, file: str) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def messages(folder: Path) -> list[str]:
+def messages(folder: Path, program: Any = PROGRAM) -> list[str]:
     with pytest.raises(CheckpointError) as caught:
-        load_weights(PROGRAM, make_mesh(jax.devices()[:1], {}), folder)
+        load_weights(program, make_mesh(jax.devices()[:1], {}), folder)
     assert str(caught.value) == "\n".join(fold(caught.value.messages))
     return list(caught.value.messages)
 
@@ -134,17 +163,23 @@ def promised(folder: Path, case: dict[str, Any]) -> list[str]:
 def test_each_case_gives_the_promised_messages(
     path: Path, tmp_path: Path, write_checkpoint: Callable[[Path, Shards], Path]
 ) -> None:
-    case, shards = yaml.safe_load(path.read_text()), good()
+    case = yaml.safe_load(path.read_text())
+    program, make = SETS[case.get("program", "plain")]
+    shards = make()
     for edit in case["edits"]:
         edit_tensors(shards, edit)
     folder = write_checkpoint(tmp_path / "checkpoint", shards)
     for edit in case["edits"]:
         edit_files(folder, edit)
-    assert messages(folder) == promised(folder, case)
+    assert messages(folder, program) == promised(folder, case)
 
 
-def test_the_undamaged_checkpoint_loads(tmp_path: Path, write_checkpoint: Callable[[Path, Shards], Path]) -> None:
-    tree = load_weights(PROGRAM, make_mesh(jax.devices()[:1], {}), write_checkpoint(tmp_path, good()))
+@pytest.mark.parametrize("name", SETS)
+def test_the_undamaged_checkpoint_loads(
+    name: str, tmp_path: Path, write_checkpoint: Callable[[Path, Shards], Path]
+) -> None:
+    program, make = SETS[name]
+    tree = load_weights(program, make_mesh(jax.devices()[:1], {}), write_checkpoint(tmp_path, make()))
     assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(tree))
 
 

@@ -163,7 +163,7 @@ def quantised(model: Tree) -> list[Tensors]:
         if ".experts." not in name and ".qkv." not in name:
             tensors[name] = value.astype(ml_dtypes.bfloat16)
             continue
-        _, scale = quantize_on_host(value)
+        _, scale = quantize_on_host(value, "float8_e4m3fn")
         tensors[name + "_scale_inv"] = scale.astype(ml_dtypes.bfloat16)
         rough = dequantize_on_host(np.ones(value.shape, ml_dtypes.float8_e4m3fn), tensors[name + "_scale_inv"])
         tensors[name] = np.clip(value / rough, -448, 448).astype(ml_dtypes.float8_e4m3fn)
@@ -316,7 +316,9 @@ def test_a_cut_through_scale_blocks_is_refused(tmp_path: Path, model: Tree, writ
     for layer in range(L):
         for part in ("gate_up_proj", "down_proj"):
             name = f"model.language_model.layers.{layer}.experts.{part}"
-            tensors[name], tensors[name + "_scale_inv"] = quantize_on_host(tensors[name].astype(np.float32))
+            tensors[name], tensors[name + "_scale_inv"] = quantize_on_host(
+                tensors[name].astype(np.float32), "float8_e4m3fn"
+            )
     folder, name = write_checkpoint(tmp_path, [tensors]), "model.language_model.layers.{}.experts.gate_up_proj"
     with pytest.raises(CheckpointError) as caught:
         load_weights(program(expert_dtype="float8_e4m3fn"), mesh_of("1-device"), folder)

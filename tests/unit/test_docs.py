@@ -6,6 +6,7 @@ column. Shapes in the tables are expressions over field names and are evaluated.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -15,17 +16,22 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from moec.blocks.core.array_info import PACKED
 from moec.blocks.core.declare import ModelDims, NormFields, NormOverride, Weight
 from moec.blocks.registry import BLOCKS
+from moec.compiler.graph.build import rule_targets
+from moec.compiler.graph.ir import TensorMap
+from moec.compiler.graph.sources import stored_shape
 from moec.compiler.graph.verify import check_table
-from moec.compiler.graph.weights import model_weights, residual_weights
+from moec.compiler.graph.weights import all_residual_weights, model_weights
 from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.compiler.spec.overrides import ROOTS
-from moec.compiler.spec.schema import Checkpoint, LayerEntry, LayerGroup, ModelSpec, PlanPins, TensorRule, Workload
+from moec.compiler.spec.schema import Checkpoint, LayerEntry, LayerGroup, ModelSpec, PlanPins, Residual, TensorRule, Workload
 from moec.compiler.spec.semantics import RESERVED
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "spec.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT, PAGES = DOCS / "spec.md", sorted((DOCS / "blocks").glob("*.md"))
 HEADING = re.compile(r"^#+ (.*)$")
 FIELD_TABLES: dict[tuple[str, str], type[BaseModel]] = {
     ("The model file", "key"): ModelSpec,
@@ -37,29 +43,10 @@ FIELD_TABLES: dict[tuple[str, str], type[BaseModel]] = {
     ("Pins", "pin"): PlanPins,
     **{(kind, "field"): BLOCKS[kind]().Fields for kind in BLOCKS},
 }
-# Every option on, every size another prime, so that no shape is right by accident.
+# Every option of a kind on, every size another prime, so that no shape is right by accident.
 FULL: dict[str, dict[str, Any]] = {
-    "attention": {
-        "num_q_heads": 6,
-        "num_kv_heads": 3,
-        "head_dim": 7,
-        "rope": {"dim": 2, "theta": 1e4},
-        "qk_norm": "head",
-        "output_gate": "sigmoid",
-    },
-    "gated_delta": {
-        "num_v_heads": 10,
-        "num_qk_heads": 5,
-        "head_dim": 7,
-        "head_k_dim": 11,
-        "head_v_dim": 13,
-        "conv_kernel": 4,
-    },
-    "moe": {
-        "router": {"num_experts": 17, "top_k": 2},
-        "experts": {"intermediate_size": 19},
-        "shared": {"intermediate_size": 23, "gate": "sigmoid"},
-    },
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((Path(__file__).parent / "full_fields").glob("*.yaml"))
 }
 HIDDEN, VOCAB = 29, 31
 Row = dict[str, str]
@@ -91,7 +78,7 @@ def _tables(text: str) -> Iterator[Table]:
             section = found[1]
 
 
-TEXT = DOCUMENT.read_text()
+TEXT = "\n".join(path.read_text() for path in (DOCUMENT, *PAGES))
 TABLES = {(table.section, table.first): table.rows for table in _tables(TEXT)}
 
 
@@ -103,14 +90,18 @@ def _nested(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """The mapping a field holds when its keys are documented in the same table, and whether null is another value."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     found = [one for one in options if isinstance(one, type) and issubclass(one, BaseModel)]
-    if not found or issubclass(found[0], NormFields | NormOverride):
+    optional = len(options) > 1
+    # Norms, and the residual form of one entry, have tables of their own.
+    if not found or issubclass(found[0], NormFields | NormOverride) or (optional and found[0] is Residual):
         return None, False
-    return found[0], len(options) > 1
+    return found[0], optional
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Documented paths: leaves, and mappings that may be null."""
     for name, info in model.model_fields.items():
+        if name == "like":  # of every block: docs/spec.md, "Blocks"
+            continue
         inner, optional = _nested(info.annotation)
         if inner is None or optional:
             yield prefix + name, info
@@ -135,7 +126,8 @@ def _default(info: FieldInfo) -> Any:
 
 def test_every_table_is_checked() -> None:
     weights = {(section, "weight") for section in (*BLOCKS, "Outside the blocks")}
-    others = {("Overrides", "root"), ("The checkpoint table", "placeholder")}
+    others = {("Overrides", "root"), ("The checkpoint table", "placeholder"), ("Blocks", "kind"), ("Residual forms", "form")}
+    others |= {("The checkpoint table", "stored"), ("Packed weights", "`packed`")}
     assert TABLES.keys() == FIELD_TABLES.keys() | weights | others
 
 
@@ -153,8 +145,13 @@ def test_fields(key: tuple[str, str]) -> None:
             assert (name, _bare(row["default"])) == ("max_context", "isl + osl")
         else:
             assert yaml.safe_load(_bare(row["default"])) == _default(info), name
-        words = set(re.findall(r"[\w]+", f"{row['default']} {row['meaning']}"))
-        assert _choices(info.annotation) <= words, name
+        assert _choices(info.annotation) <= _words(row), name
+
+
+def _words(row: Row) -> set[str]:
+    """Words of a row, and of the list of names it links to."""
+    lists = [(DOCS / "blocks" / path).read_text() for path in re.findall(r"\]\((\S+/names\.py)\)", row["meaning"])]
+    return set(re.findall(r"(?<![\w-])-\w+|\w+", " ".join([row["default"], row["meaning"], *lists])))
 
 
 def test_the_other_names_of_a_norm_are_the_same() -> None:
@@ -177,7 +174,7 @@ def _sizes(fields: dict[str, Any]) -> dict[str, int]:
     flat = {"hidden_size": HIDDEN, "gates": 2}
     for name, value in fields.items():
         inner = value if isinstance(value, dict) else {name: value}
-        flat |= {f"shared_{key}" if name == "shared" else key: one for key, one in inner.items()}
+        flat |= {f"{name}_{key}" if name in ("shared", "decay", "gate") else key: one for key, one in inner.items()}
     return flat
 
 
@@ -197,15 +194,21 @@ def test_weights_of_blocks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_slot_of_blocks(kind: str) -> None:
-    section = TEXT.partition(f"\n### {kind}\n")[2].partition("\n###")[0]
-    assert f"Slot: {BLOCKS[kind]().SLOT}." in section
+    page = (DOCS / "blocks" / f"{kind}.md").read_text()
+    assert page.startswith(f"# {kind}\n") and f"Slot: {BLOCKS[kind]().SLOT}." in page
+
+
+def test_every_block_has_a_page() -> None:
+    assert [path.stem for path in PAGES] == sorted(BLOCKS)
+    for kind in BLOCKS:
+        assert f"| [{kind}](blocks/{kind}.md) | {BLOCKS[kind]().SLOT} |" in DOCUMENT.read_text()
 
 
 def test_weights_outside_the_blocks() -> None:
     graph = load("tiny/mixtral").graph
     sizes = {"hidden_size": graph.dims.hidden_size, "vocab_size": graph.dims.vocab_size}
     rows = TABLES["Outside the blocks", "weight"]
-    _check_weights(rows, model_weights(graph) | residual_weights(graph), sizes)
+    _check_weights(rows, model_weights(graph) | all_residual_weights(graph), sizes)
 
 
 def test_reserved_block_names() -> None:
@@ -230,6 +233,37 @@ def test_placeholders() -> None:
 
     assert names == ["{prefix}", "{layer}", "{expert}"] and not complaints(pattern)
     assert complaints(pattern + "{rank}") == ["unknown placeholder {rank}"]
+
+
+def test_layouts_of_experts() -> None:
+    """The rules beside the stored shapes want just these."""
+    num = {"E": 3, "D": 5, "I": 7}
+    up = Weight((3, 5, 7), (None,) * 3, "expert", linear=True, stacked=True)
+    down, bias = replace(up, shape=(3, 7, 5)), Weight((3, 7), (None,) * 2, "gain", stacked=True)
+    weights = {"w_gate": up, "w_up": up, "w_down": down, "b_gate": bias, "b_up": bias}
+    rows = TABLES["The checkpoint table", "stored"][1:]  # the first is what lines without a rule are
+    assert len(rows) == 6
+    for row in rows:
+        shapes = [
+            re.sub(r"2(?=[A-Z])", "2*", found.replace("·", "*")) for found in re.findall(r"\[[^]]*\]", row["stored"])
+        ]
+        rules = [TensorRule.model_validate(yaml.safe_load(text)) for text in re.findall(r"`({[^`]+})`", row["rule"])]
+        for shape, rule in zip(shapes, rules, strict=True):
+            into, op = rule_targets(rule)
+            line = TensorMap("t", into, op, rule.transpose, flat=rule.flat)
+            held = tuple(weights[name.removeprefix("moe.")] for name in into)
+            assert stored_shape(line, held) == tuple(eval(shape, {}, num)), row
+
+
+def test_packed_formats() -> None:
+    """Endings, and the dtypes of the words, as the loader looks for them."""
+    rows = TABLES["Packed weights", "`packed`"]
+    assert [_bare(row["`packed`"]) for row in rows] == list(PACKED)
+    for row, form in zip(rows, PACKED.values(), strict=True):
+        assert row["values"].startswith(f"`...{form.values}`, {form.stored} ")
+        assert row["scales"].startswith(f"`...{form.scales}`, ")
+        assert row["beside them"].startswith(f"`...{form.shape}`" if form.shape else "")
+        assert (not form.shape) == (not row["beside them"])
 
 
 def _yaml_blocks() -> list[str]:

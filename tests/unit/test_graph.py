@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from moec.blocks.core.array_info import Op, Source
 from moec.compiler.graph.count import active_params, kv_values_per_token, slot_values, total_params
-from moec.compiler.graph.ir import Graph, Group
+from moec.compiler.graph.ir import Branch, Graph, Group
 from moec.compiler.graph.show import show_graph
 from moec.compiler.graph.sources import sources, stored_shape
 from moec.compiler.graph.verify import verify_graph
@@ -52,8 +52,8 @@ def test_parameter_counts(model: str, total: int, active: int) -> None:
 )
 def test_state_sizes(model: str, kv_bytes_bf16: int, state_mib_f32: int, conv_mib_bf16: float) -> None:
     graph = load(model).graph
-    gdn = next(layer.mixer for _, layer in graph.layers()).fields.model_dump()
-    num_gdn = sum(layer.mixer.name == "gdn" for _, layer in graph.layers())
+    gdn = next(layer.blocks[0] for _, layer in graph.layers()).fields.model_dump()
+    num_gdn = len(graph.layers_of("gdn"))
     state = num_gdn * gdn["num_v_heads"] * gdn["head_dim"] ** 2
     assert 2 * kv_values_per_token(graph) == kv_bytes_bf16
     assert state * 4 == state_mib_f32 * 2**20
@@ -62,7 +62,7 @@ def test_state_sizes(model: str, kv_bytes_bf16: int, state_mib_f32: int, conv_mi
 
 def test_layer_order() -> None:
     graph = load("qwen3.5-397b-a17b").graph
-    order = [(index, layer.mixer.name) for index, layer in graph.layers()]
+    order = [(index, layer.blocks[0].name) for index, layer in graph.layers()]
     assert order == [(i, "gqa" if (i + 1) % 4 == 0 else "gdn") for i in range(60)]
     assert graph.groups[0].layer_indices(3) == tuple(range(3, 60, 4))
 
@@ -77,8 +77,10 @@ def test_verify_finds_broken_graphs() -> None:
     group = graph.groups[0]
     shifted = replace(graph, groups=(replace(group, first_layer=1),))
     assert any("starts at layer 1" in str(one) for one in verify_graph(shifted))
-    wider = group.layers[0].mixer.fields.model_copy(update={"num_v_heads": 8})
-    other = replace(group.layers[0], mixer=replace(group.layers[0].mixer, fields=wider))
+    first, *rest = group.layers[0].additions
+    inst = first.branches[0].inst
+    wider = replace(inst, fields=inst.fields.model_copy(update={"num_v_heads": 8}))
+    other = replace(group.layers[0], additions=(replace(first, branches=(Branch(wider),)), *rest))
     clash = replace(graph, groups=(Group(1, (other, *group.layers[1:]), 0),))
     assert any("share a name" in str(one) for one in verify_graph(clash))
     assert graph.checkpoint is not None
@@ -94,7 +96,7 @@ def test_overridden_entries_become_their_own_instances(tmp_path: Path) -> None:
     graph = load(str(path)).graph
     assert list(graph.blocks()) == ["gdn", "moe", "gqa_2", "moe_2", "gqa"]
     changed = graph.blocks()["gqa_2"].fields.model_dump()
-    assert changed["rope"] == {"dim": 8, "theta": 5.0e5, "pairing": "half"}
+    assert changed["rope"] == {"dim": 8, "theta": 5.0e5, "pairing": "half", "scaling": None}
     assert graph.blocks()["moe_2"].fields.model_dump()["router"]["top_k"] == 4
     assert sources(graph, "gqa_2.w_q") == sources(graph, "gqa.w_q") != ()
     assert verify_graph(graph) == []
@@ -141,13 +143,39 @@ def _apply(op: Op, array: np.ndarray) -> np.ndarray:
     name, *args = op
     if name == "transpose":
         return np.swapaxes(array, -1, -2)
-    dim, first, last = (int(arg) for arg in args)
+    numbers = [int(arg) for arg in args]
+    if name == "stack":
+        return array.reshape(numbers[0], -1, array.shape[-1])
+    if name == "group_slice":
+        dim, groups, first, last = numbers
+        return np.concatenate([run[first:last] for run in np.split(np.moveaxis(array, dim, 0), groups)]).swapaxes(
+            0, dim
+        )
+    dim, first, last = numbers
     index = [slice(None)] * array.ndim
     index[dim] = slice(first, last) if name == "slice" else slice(first, None, last)
     return array[tuple(index)]
 
 
-@pytest.mark.parametrize("model", [name for name in list_models() if name.startswith("tiny/")])
+def test_sources_of_groups_flat_and_packed_tensors() -> None:
+    graph = load(str(PACKED[0])).graph
+    t = ("transpose",)
+    # Two groups of [32 query, 16 key, 16 value] rows.
+    cuts = {"w_q": (0, 32), "w_k": (32, 48), "w_v": (48, 64)}
+    for key, (start, stop) in cuts.items():
+        assert sources(graph, f"gqa.{key}") == (Source("{layer}.qkv", (("group_slice", -2, 2, start, stop), t)),)
+    packed, alone = sources(graph, "moe.w_up")
+    assert packed == Source("{layer}.gate_up_blocks", (("stride", -2, 1, 2), t), "mxfp4")
+    assert alone == Source("{layer}.gate_up", (("stride", -1, 1, 2),))
+    packed, flat = sources(load(str(PACKED[1])).graph, "moe.w_gate")
+    assert packed == Source("{layer}.{expert}.gate_up.weight_packed", (("slice", -2, 0, 128), t), "int4")
+    assert flat == Source("{layer}.w1", (("stack", 4), t))
+
+
+PACKED = sorted((Path(__file__).parents[1] / "numerics" / "specs").glob("packed_*.yaml"), reverse=True)
+
+
+@pytest.mark.parametrize("model", [*(name for name in list_models() if name.startswith("tiny/")), *map(str, PACKED)])
 def test_ops_give_the_weights_shapes(model: str) -> None:
     """Every table line's whole tensor, cut by each of its weights' ops, is the weight, and nothing is left over."""
     graph = load(model).graph

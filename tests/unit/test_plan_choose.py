@@ -23,7 +23,7 @@ from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.compiler.spec.schema import Request
 from moec.runtime.schedule import limits_of
-from moec.targets.target import Value, load_target
+from moec.targets.target import Value, load_target, target_names
 
 BIG = "qwen3.5-397b-a17b"
 
@@ -216,9 +216,12 @@ def test_an_infeasible_pin_names_the_constraint_and_its_numbers(plan: Plan) -> N
     problem = caught.value.problems[0]
     assert problem.path == "plan.attention.tp"
     assert problem.text.startswith("HBM: TP8 with EP")
-    cap = re.search(r"needs 1\d\d\.\d of 94\.24 GiB per device; at most (\d+) sequences", problem.text)
+    cap = re.search(
+        r"needs (1\d\d\.\d) of 94\.24 GiB per device, (\d+\.\d) too much; at most (\d+) sequences", problem.text
+    )
     assert cap
-    assert int(cap.group(1)) == max(c.numbers["max_concurrency"] for c in plan.candidates if c.attention == "TP8")
+    assert float(cap.group(1)) - 94.24 == pytest.approx(float(cap.group(2)), abs=0.11)
+    assert int(cap.group(3)) == max(c.numbers["max_concurrency"] for c in plan.candidates if c.attention == "TP8")
     assert problem.hint == "without the pins DP8 with EP8 would run"
 
 
@@ -232,6 +235,32 @@ def test_a_machine_that_is_too_small_says_what_would_fit() -> None:
     assert "workload.concurrency=" in caught.value.problems[0].hint
     most = caught.value.problems[0].hint.split("=")[1].split()[0]  # "workload.concurrency=932 fits, with ..."
     assert make_plan(request(f"workload.concurrency={most}")).traffic is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "workload", "changes", "enough"),
+    [
+        (BIG, "tpu7x-2", "chat_1k1k_c4", (), "tpu7x:2x2x1"),
+        (BIG, "tpu7x-8", "decode_512x9216", ("workload.concurrency=4096",), "tpu7x:2x2x4"),
+        (BIG, "v6e-8", "chat_1k1k_c4", (), "v6e:4x4"),
+        (BIG, "tpu7x-2", "chat_1k1k_c4", ("plan.experts.ep=2", "plan.experts.tp=1"), None),
+    ],
+)
+def test_a_machine_that_is_too_small_names_the_smallest_that_is_not(
+    model: str, target: str, workload: str, changes: tuple[str, ...], enough: str | None
+) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        make_plan(request(*changes, model=model, target=target, workload=workload))
+    said = re.search(r"(\S+) would hold it", caught.value.problems[0].hint)
+    assert (said.group(1) if said else None) == enough
+    if enough is None:
+        return
+    make_plan(request(*changes, model=model, target=enough, workload=workload))
+    chip, devices = enough.partition(":")[0], load_target(enough).num_devices
+    for name in target_names():
+        if name.startswith(f"{chip}:") and load_target(name).num_devices < devices:
+            with pytest.raises(ProblemsError):
+                make_plan(request(*changes, model=model, target=name, workload=workload))
 
 
 @pytest.mark.parametrize(

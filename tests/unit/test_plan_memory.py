@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from moec.blocks.core.array_info import ArrayInfo
-from moec.blocks.core.declare import AXIS_ROLES
 from moec.blocks.core.work import Degrees, Dtypes
+from moec.blocks.registry import axis_roles
 from moec.compiler.emit import arrays as emitted
+from moec.compiler.graph.weights import residual_weights
 from moec.compiler.plan.choose import ask, make_plan
 from moec.compiler.plan.evaluate import Question
 from moec.compiler.plan.memory import (
@@ -33,8 +34,8 @@ from moec.compiler.spec.schema import Request
 from moec.targets.target import Tiling, load_target
 
 GIB = 2**30
-DP8 = Option(8, 1, 8, 1, "sharded", "sharded", "replicated")
-TP8 = Option(1, 8, 8, 1, "sharded", "sharded", "sharded")
+DP8 = Option(8, 1, 8, 1, "sharded", "sharded", "replicated", "replicated")
+TP8 = Option(1, 8, 8, 1, "sharded", "sharded", "sharded", "replicated")
 NO_TEMP = TempModel(base_bytes=0, scale=0)
 NO_TILING = Tiling(sublanes=1, lanes=1, source="test")
 
@@ -105,7 +106,7 @@ def test_replicated_heads_cost_their_copies() -> None:
 
 
 def _local(info: ArrayInfo, degrees: Degrees) -> tuple[tuple[int, ...], str]:
-    cut = (degrees.of(AXIS_ROLES[axis]) if axis else 1 for axis in info.axes)
+    cut = (degrees.of(axis_roles()[axis]) if axis else 1 for axis in info.axes)
     return tuple(size // by for size, by in zip(info.shape, cut, strict=True)), info.dtype
 
 
@@ -115,8 +116,8 @@ def _emitted_weights(asked: Question, plan: Plan, degrees: Degrees) -> Counter[t
     for group in graph.groups:
         for position, layer in enumerate(group.layers):
             layers = group.layer_indices(position)
-            infos += [emitted.norm_array(graph, slot, plan, layers) for slot in ("mixer_norm", "ffn_norm")]
-            for inst in (layer.mixer, layer.ffn):
+            infos += [emitted.residual_array(graph, key, plan, layers) for key in residual_weights(graph, layer)]
+            for inst in layer.blocks:
                 infos += emitted.dense_arrays(graph, inst, plan, layers).values()
     for inst in graph.blocks().values():
         infos += emitted.expert_arrays(graph, inst, plan).values()
@@ -127,7 +128,7 @@ CASES = [
     ("qwen3.5-397b-a17b", "tpu7x-8", "decode_512x9216", DP8),
     ("qwen3.5-397b-a17b", "tpu7x-8", "decode_512x9216", TP8),
     ("tiny/qwen3_5_moe", "cpu:8", "tiny", replace(DP8, dp=4, tp=2, shared_expert="sharded")),
-    ("tiny/qwen3_5_moe", "cpu", "tiny", Option(1, 1, 1, 1, "replicated", "replicated", "replicated")),
+    ("tiny/qwen3_5_moe", "cpu", "tiny", Option(1, 1, 1, 1, "replicated", "replicated", "replicated", "replicated")),
     ("mixtral-8x7b", "tpu7x-8", "decode_512x9216", replace(TP8, ep=4, etp=2, shared_expert="replicated")),
 ]
 
@@ -137,14 +138,16 @@ def test_planned_arrays_are_the_emitted_ones(model: str, target: str, workload: 
     asked = ask(load(model, target=target, workload=workload))
     mesh = mesh_of(option)
     plan = Plan.model_construct(
+        target=asked.target.name,
         mesh=mesh,
         dtypes=asked.dtypes,
         embed=option.embed,
         head=option.head,
         shared_expert=option.shared_expert,
+        mlp=option.mlp,
     )
     planned: list[LocalArray] = [
-        *vocabulary_arrays(asked.graph, option.degrees, asked.dtypes),
+        *vocabulary_arrays(asked.graph, option.degrees, asked.dtypes, asked.target.tiling),
         *layer_arrays(asked.graph, option.degrees, asked.dtypes),
     ]
     found = Counter((array.shape, array.dtype) for array in planned)
@@ -152,7 +155,7 @@ def test_planned_arrays_are_the_emitted_ones(model: str, target: str, workload: 
     steps = asked.steps(option, 4)
     pools = {a.component: a for a in state_arrays(asked.graph, option.degrees, asked.dtypes, steps)}
     for pool in emitted.state_arrays(asked.graph, plan):
-        cut = [option.degrees.of(AXIS_ROLES[axis]) if axis else 1 for axis in pool.axes]
+        cut = [option.degrees.of(axis_roles()[axis]) if axis else 1 for axis in pool.axes]
         inner = tuple(size // by for size, by in zip(pool.inner, cut, strict=True))
         count = (pool.layers * steps.num_pages, steps.page_size) if pool.paged else (pool.layers, steps.num_slots)
         assert pools[pool.key].shape == (1, *count, *inner)

@@ -9,7 +9,7 @@ from moec.compiler.graph.ir import Graph
 from moec.compiler.plan.space import Option, enumerate_options, factor_pairs, indivisible, mesh_of
 from moec.compiler.spec.load import load
 
-DP8 = Option(8, 1, 8, 1, "replicated", "replicated", "replicated")
+DP8 = Option(8, 1, 8, 1, "replicated", "replicated", "replicated", "replicated")
 
 
 @pytest.fixture(scope="module")
@@ -93,28 +93,39 @@ def test_degrees_without_common_axes() -> None:
 
 
 def test_key_value_heads_are_replicated_others_are_not(big: Graph) -> None:
-    assert indivisible(big, replace(DP8, dp=1, tp=8), None) is None  # 2 key/value heads, four devices each
-    cut = indivisible(big, replace(DP8, dp=2, tp=32, ep=64), None)
+    assert indivisible(big, replace(DP8, dp=1, tp=8), "bfloat16") is None  # 2 key/value heads, four devices each
+    cut = indivisible(big, replace(DP8, dp=2, tp=32, ep=64), "bfloat16")
     assert cut is not None
     assert (cut.scope, cut.what, cut.size, cut.degree) == ("gdn", "qk_heads", 16, 32)
 
 
 def test_fractions_of_a_head_are_refused() -> None:
     graph = load("mixtral-8x7b").graph  # 32 query and 8 key/value heads
-    cut = indivisible(graph, replace(DP8, dp=1, tp=12, ep=4, etp=3), None)
+    cut = indivisible(graph, replace(DP8, dp=1, tp=12, ep=4, etp=3), "bfloat16")
     assert cut is not None and cut.size % cut.degree
-    assert indivisible(graph, replace(DP8, dp=1, tp=16, ep=8, etp=2), None) is None
+    assert indivisible(graph, replace(DP8, dp=1, tp=16, ep=8, etp=2), "bfloat16") is None
 
 
 def test_scales_are_cut_with_their_weights(big: Graph) -> None:
     option = replace(DP8, ep=1, etp=16)
-    assert indivisible(big, option, None) is None
-    cut = indivisible(big, option, 128)
+    assert indivisible(big, option, "bfloat16") is None
+    cut = indivisible(big, option, "float8_e4m3fn")
     assert cut is not None and (cut.size, cut.degree) == (8, 16)
 
 
+def test_4_bit_scales_are_cut_where_the_in_dim_is() -> None:
+    graph = load("mixtral-8x7b").graph  # w_down has 14336 = 448 * 32 rows
+    assert indivisible(graph, replace(DP8, dp=64, ep=1, etp=64), "int4") is None
+    cut = indivisible(graph, replace(DP8, dp=1024, ep=1, etp=1024), "int4")
+    assert str(cut) == "moe: 448 scale blocks of 32 expert_intermediate over 1024 devices"
+    assert (
+        indivisible(graph, replace(DP8, dp=1024, ep=1, etp=1024, embed="replicated", head="replicated"), "bfloat16")
+        is None
+    )
+
+
 def test_vocabulary_must_divide(big: Graph) -> None:
-    cut = indivisible(big, replace(DP8, dp=512, ep=512, embed="sharded"), None)
+    cut = indivisible(big, replace(DP8, dp=512, ep=512, embed="sharded"), "bfloat16")
     assert cut is None  # 248320 = 512 * 485
-    cut = indivisible(big, replace(DP8, dp=1024, ep=512, etp=2, head="sharded"), None)
+    cut = indivisible(big, replace(DP8, dp=1024, ep=512, etp=2, head="sharded"), "bfloat16")
     assert cut is not None and cut.what == "vocabulary entries"

@@ -45,7 +45,7 @@ SPOILED = {
     "interpolations": ("name: base", 'name: "' + "${" * 300 + "}" * 300 + '"', "brackets nest too deeply"),
     "version true": ("spec_version: 1", "spec_version: true", "spec_version: got true (valid: 1)"),
     "version 1.0": ("spec_version: 1", "spec_version: 1.0", "spec_version: got 1.0 (valid: 1)"),
-    "empty ffn": ("ffn: moe", "ffn: ''", "layers.0.ffn: must have at least 1 character, got ''"),
+    "empty ffn": ("ffn: moe", "ffn: ''", "layers.0.ffn.0: must have at least 1 character, got ''"),
     "raw control": ("name: base", 'name: "a\\n\\e[31mb"', r"got 'a\n\x1b[31mb'"),
     "environment": ("name: base", "name: ${oc.env:HOME}", "calls a resolver"),
     "clock": ("name: base", "name: x${now:%Y}", "calls a resolver"),

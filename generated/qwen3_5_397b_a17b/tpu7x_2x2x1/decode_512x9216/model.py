@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec 6513ea3c0020bc84, target 4b5c2107c766fdad, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan 86c0030bedf33ced
+# Digests: spec a912a5398831487d, target f6af0bc1d71d60d5, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan c6576e63091e0422
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -21,11 +21,13 @@ from moec.blocks.core.batch import Bucket, index_rows, local, ranked, stack_laye
 from moec.blocks.core.norm import rms_norm
 from moec.blocks.core.paged import write_kv
 from moec.blocks.core.program import batch_info, jit_slots, jit_step, make_mesh, partition_specs
+from moec.blocks.core.rope_spec import Rope
 from moec.blocks.core.slots import copy_slots, zero_slots
 from moec.blocks.embed.xla import lookup_sharded
 from moec.blocks.gated_delta.xla import gated_delta
 from moec.blocks.head.xla import logits_sharded
-from moec.blocks.moe.xla import experts, route, shared_expert
+from moec.blocks.moe.xla import experts, shared_expert
+from moec.blocks.router.xla import route
 from moec.blocks.sampling.xla import sample
 
 from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
@@ -33,7 +35,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "86c0030bedf33ced"  # sha256 of plan.json
+PLAN_DIGEST = "c6576e63091e0422"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -62,7 +64,7 @@ GQA_LAYERS = 15  # layers with gqa
 GQA_Q_HEADS = 32  # query heads, not cut
 GQA_KV_HEADS = 2  # key/value heads, not cut
 GQA_HEAD_DIM = 256  # dims per head
-GQA_ROPE_DIM = 64  # rotated dims of each head
+GQA_ROPE = Rope(dim=64, theta=10000000.0)  # rotary embedding of queries and keys
 GQA_Q_BLOCK = 128  # tokens of a row per prefill work item, at most
 GQA_KV_BLOCK = 512  # cached keys such an item reads at once
 
@@ -79,6 +81,8 @@ POOLS = {  # state key -> what one page or slot takes: bytes per rank, all layer
 COMPILE_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}  # for whoever compiles for the target's backend
 RULES = {  # logical axis -> mesh axes it is cut over
     "rank": ("data",),
+    "embed_vocab": ("data",),
+    "head_vocab": ("data",),
     "q_heads": (),
     "kv_heads": (),
     "qk_heads": (),
@@ -86,8 +90,6 @@ RULES = {  # logical axis -> mesh axes it is cut over
     "experts": ("data",),
     "expert_intermediate": (),
     "shared_intermediate": (),
-    "embed_vocab": ("data",),
-    "head_vocab": ("data",),
 }
 
 
@@ -123,12 +125,11 @@ def batch(bucket):
     return batch_info(BUCKETS[bucket], NUM_RANKS)
 
 
-def gdn_block(x_TD, w, pools, batch, rows, layer, bucket):
+def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
     """Gated DeltaNet: 64 value, 16 query/key heads of 128."""
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):
-        h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
         y_TD, conv_pool, state_pool = gated_delta(
             h_TD,
             w["gdn"],
@@ -147,21 +148,13 @@ def gdn_block(x_TD, w, pools, batch, rows, layer, bucket):
             chunk=GDN_CHUNK,
             max_q=BUCKETS[bucket].max_q,
         )
-    return x_TD + y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
+    return y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
 
 
-def moe_block(x_TD, w, stack, rows, layer, bucket):
+def moe_block(h_TD, w, stack, rows, layer, bucket):
     """512 experts of 1024, top 10, shared expert of 1024."""
     with jax.named_scope("moe"):
-        h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
-        index_TK, weight_TK = route(
-            h_TD,
-            w["moe"]["router"],
-            top_k=MOE_TOP_K,
-            score="softmax",
-            renormalize=True,
-            scale=1.0,
-        )
+        index_TK, weight_TK = route(h_TD, w["moe"]["router"], top_k=MOE_TOP_K)
         index_TK = jnp.where(rows.valid[:, None], index_TK, -1)  # padding tokens visit no expert
         h_AD = gather_tokens(h_TD, DATA)  # A: the tokens of all ranks
         index_AK, weight_AK = gather_routing(index_TK, weight_TK, DATA)  # one packed all-gather
@@ -175,19 +168,18 @@ def moe_block(x_TD, w, stack, rows, layer, bucket):
             {"w_gate": stack["w_gate_scale"], "w_up": stack["w_up_scale"], "w_down": stack["w_down_scale"]},
             layer=layer,
             first_expert=lax.axis_index(EXPERT) * MOE_EXPERTS,
-            activation="silu",
             block_rows=MOE_BLOCK_ROWS[bucket],
         )
-        y_AD = y_AD.astype(x_TD.dtype)  # partial sums travel in the activation dtype
+        y_AD = y_AD.astype(h_TD.dtype)  # partial sums travel in the activation dtype
         y_TD = reduce_scatter_tokens(y_AD, DATA)  # sum over experts, back to own tokens
-        y_TD = (y_TD + shared_expert(h_TD, w["moe"], gate="sigmoid", activation="silu")).astype(x_TD.dtype)
-    return x_TD + y_TD
+        s_TD = shared_expert(h_TD, w["moe"], gate="sigmoid")
+        y_TD = (y_TD + s_TD).astype(h_TD.dtype)
+    return y_TD
 
 
-def gqa_block(x_TD, w, kv_pool, batch, rows, layer, bucket):
+def gqa_block(h_TD, w, kv_pool, batch, rows, layer, bucket):
     """32 query heads on 2 key/value heads of 256."""
     with jax.named_scope("gqa"):
-        h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
         y_TD, new_kv_TC = attention(
             h_TD,
             w["gqa"],
@@ -199,31 +191,38 @@ def gqa_block(x_TD, w, kv_pool, batch, rows, layer, bucket):
             num_q_heads=GQA_Q_HEADS,
             num_kv_heads=GQA_KV_HEADS,
             head_dim=GQA_HEAD_DIM,
-            rope_dim=GQA_ROPE_DIM,
-            rope_theta=10000000.0,
-            rope_pairing="half",
-            qk_norm_eps=1e-06,
-            qk_norm_zero_centered=True,
-            output_gate=True,
+            rope=GQA_ROPE,
+            qk_norm="head",
+            norm_eps=1e-06,
+            norm_zero_centered=True,
             scale=GQA_HEAD_DIM**-0.5,
+            output_gate="sigmoid",
             q_block=GQA_Q_BLOCK,
             kv_block=GQA_KV_BLOCK,
             max_q=BUCKETS[bucket].max_q,
         )
-    return x_TD + y_TD, new_kv_TC
+    return y_TD, new_kv_TC
 
 
 def gdn_moe_layer(x_TD, w, pools, stacks, batch, rows, gdn_index, moe_index, bucket):
-    """gdn, then moe; each adds to the residual stream after its norm."""
-    x_TD, pools = gdn_block(x_TD, w, pools, batch, rows, gdn_index, bucket)
-    x_TD = moe_block(x_TD, w, stacks["moe"], rows, moe_index, bucket)
+    """gdn, then moe; each adds to the residual stream."""
+    h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
+    y_TD, pools = gdn_block(h_TD, w, pools, batch, rows, gdn_index, bucket)
+    x_TD = x_TD + y_TD
+    h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
+    y_TD = moe_block(h_TD, w, stacks["moe"], rows, moe_index, bucket)
+    x_TD = x_TD + y_TD
     return x_TD, pools
 
 
 def gqa_moe_layer(x_TD, w, kv, stacks, batch, rows, gqa_index, moe_index, bucket):
-    """gqa, then moe; each adds to the residual stream after its norm."""
-    x_TD, new_kv_TC = gqa_block(x_TD, w, kv["gqa.kv"], batch, rows, gqa_index, bucket)
-    x_TD = moe_block(x_TD, w, stacks["moe"], rows, moe_index, bucket)
+    """gqa, then moe; each adds to the residual stream."""
+    h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
+    y_TD, new_kv_TC = gqa_block(h_TD, w, kv["gqa.kv"], batch, rows, gqa_index, bucket)
+    x_TD = x_TD + y_TD
+    h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
+    y_TD = moe_block(h_TD, w, stacks["moe"], rows, moe_index, bucket)
+    x_TD = x_TD + y_TD
     return x_TD, new_kv_TC
 
 

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
-# Digests: spec 9d322b78f05cb9d7, target 554b28de4009108f, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 1c631f032d7ec1cf
+# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan c9f2c335f8810265
 """Complete prompts with tiny_qwen3_5_moe: python -m THIS_PACKAGE.serve --weights DIR < prompts.txt"""
 
 import sys

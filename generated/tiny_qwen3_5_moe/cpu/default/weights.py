@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
-# Digests: spec 9d322b78f05cb9d7, target 554b28de4009108f, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 1c631f032d7ec1cf
+# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan c9f2c335f8810265
 """Weights of tiny_qwen3_5_moe as the program holds them, and where a checkpoint keeps them.
 
 `sources` are alternatives: the loader takes the first whose tensors are all there. {layer} and
@@ -184,7 +184,7 @@ def gqa_weights(layers):
 
 
 def mixer_norm_weights(layers):
-    """Gains of one norm of the given layers."""
+    """A parameter of a norm of the given layers."""
     return ArrayInfo(
         (len(layers), 64), "float32", (None, None),
         sources=(Source("model.layers.{layer}.input_layernorm.weight"),),
@@ -194,7 +194,7 @@ def mixer_norm_weights(layers):
 
 
 def ffn_norm_weights(layers):
-    """Gains of one norm of the given layers."""
+    """A parameter of a norm of the given layers."""
     return ArrayInfo(
         (len(layers), 64), "float32", (None, None),
         sources=(Source("model.layers.{layer}.post_attention_layernorm.weight"),),

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu:8 --workload default
-# Digests: spec 9d322b78f05cb9d7, target d724d2eb75f5672d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 6f380140a1e7b423
+# Digests: spec 2e982e786557aadc, target 57776177cc6d0b90, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan a6d26c9f5ef51f24
 """tiny_qwen3_5_moe on cpu:8: 4 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -21,11 +21,13 @@ from moec.blocks.core.batch import Bucket, index_rows, local, ranked, stack_laye
 from moec.blocks.core.norm import rms_norm
 from moec.blocks.core.paged import write_kv
 from moec.blocks.core.program import batch_info, jit_slots, jit_step, make_mesh, partition_specs
+from moec.blocks.core.rope_spec import Rope
 from moec.blocks.core.slots import copy_slots, zero_slots
 from moec.blocks.embed.xla import lookup
 from moec.blocks.gated_delta.xla import gated_delta
 from moec.blocks.head.xla import logits
-from moec.blocks.moe.xla import experts, route, shared_expert
+from moec.blocks.moe.xla import experts, shared_expert
+from moec.blocks.router.xla import route
 from moec.blocks.sampling.xla import sample
 
 from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
@@ -33,7 +35,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "6f380140a1e7b423"  # sha256 of plan.json
+PLAN_DIGEST = "a6d26c9f5ef51f24"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -62,7 +64,7 @@ GQA_LAYERS = 1  # layers with gqa
 GQA_Q_HEADS = 4  # query heads, not cut
 GQA_KV_HEADS = 2  # key/value heads, not cut
 GQA_HEAD_DIM = 16  # dims per head
-GQA_ROPE_DIM = 8  # rotated dims of each head
+GQA_ROPE = Rope(dim=8, theta=10000000.0)  # rotary embedding of queries and keys
 GQA_Q_BLOCK = 128  # tokens of a row per prefill work item, at most
 GQA_KV_BLOCK = 512  # cached keys such an item reads at once
 
@@ -79,6 +81,8 @@ POOLS = {  # state key -> what one page or slot takes: bytes per rank, all layer
 COMPILE_OPTIONS = {}  # for whoever compiles for the target's backend
 RULES = {  # logical axis -> mesh axes it is cut over
     "rank": ("data",),
+    "embed_vocab": (),
+    "head_vocab": (),
     "q_heads": (),
     "kv_heads": (),
     "qk_heads": (),
@@ -86,8 +90,6 @@ RULES = {  # logical axis -> mesh axes it is cut over
     "experts": ("data",),
     "expert_intermediate": (),
     "shared_intermediate": (),
-    "embed_vocab": (),
-    "head_vocab": (),
 }
 
 
@@ -123,12 +125,11 @@ def batch(bucket):
     return batch_info(BUCKETS[bucket], NUM_RANKS)
 
 
-def gdn_block(x_TD, w, pools, batch, rows, layer, bucket):
+def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
     """Gated DeltaNet: 4 value, 2 query/key heads of 16."""
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):
-        h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
         y_TD, conv_pool, state_pool = gated_delta(
             h_TD,
             w["gdn"],
@@ -147,21 +148,13 @@ def gdn_block(x_TD, w, pools, batch, rows, layer, bucket):
             chunk=GDN_CHUNK,
             max_q=BUCKETS[bucket].max_q,
         )
-    return x_TD + y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
+    return y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
 
 
-def moe_block(x_TD, w, stack, rows, layer, bucket):
+def moe_block(h_TD, w, stack, rows, layer, bucket):
     """8 experts of 32, top 2, shared expert of 48."""
     with jax.named_scope("moe"):
-        h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
-        index_TK, weight_TK = route(
-            h_TD,
-            w["moe"]["router"],
-            top_k=MOE_TOP_K,
-            score="softmax",
-            renormalize=True,
-            scale=1.0,
-        )
+        index_TK, weight_TK = route(h_TD, w["moe"]["router"], top_k=MOE_TOP_K)
         index_TK = jnp.where(rows.valid[:, None], index_TK, -1)  # padding tokens visit no expert
         h_AD = gather_tokens(h_TD, DATA)  # A: the tokens of all ranks
         index_AK, weight_AK = gather_routing(index_TK, weight_TK, DATA)  # one packed all-gather
@@ -175,19 +168,18 @@ def moe_block(x_TD, w, stack, rows, layer, bucket):
             None,
             layer=layer,
             first_expert=lax.axis_index(EXPERT) * MOE_EXPERTS,
-            activation="silu",
             block_rows=MOE_BLOCK_ROWS[bucket],
         )
-        y_AD = y_AD.astype(x_TD.dtype)  # partial sums travel in the activation dtype
+        y_AD = y_AD.astype(h_TD.dtype)  # partial sums travel in the activation dtype
         y_TD = reduce_scatter_tokens(y_AD, DATA)  # sum over experts, back to own tokens
-        y_TD = (y_TD + shared_expert(h_TD, w["moe"], gate="sigmoid", activation="silu")).astype(x_TD.dtype)
-    return x_TD + y_TD
+        s_TD = shared_expert(h_TD, w["moe"], gate="sigmoid")
+        y_TD = (y_TD + s_TD).astype(h_TD.dtype)
+    return y_TD
 
 
-def gqa_block(x_TD, w, kv_pool, batch, rows, layer, bucket):
+def gqa_block(h_TD, w, kv_pool, batch, rows, layer, bucket):
     """4 query heads on 2 key/value heads of 16."""
     with jax.named_scope("gqa"):
-        h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
         y_TD, new_kv_TC = attention(
             h_TD,
             w["gqa"],
@@ -199,31 +191,38 @@ def gqa_block(x_TD, w, kv_pool, batch, rows, layer, bucket):
             num_q_heads=GQA_Q_HEADS,
             num_kv_heads=GQA_KV_HEADS,
             head_dim=GQA_HEAD_DIM,
-            rope_dim=GQA_ROPE_DIM,
-            rope_theta=10000000.0,
-            rope_pairing="half",
-            qk_norm_eps=1e-06,
-            qk_norm_zero_centered=True,
-            output_gate=True,
+            rope=GQA_ROPE,
+            qk_norm="head",
+            norm_eps=1e-06,
+            norm_zero_centered=True,
             scale=GQA_HEAD_DIM**-0.5,
+            output_gate="sigmoid",
             q_block=GQA_Q_BLOCK,
             kv_block=GQA_KV_BLOCK,
             max_q=BUCKETS[bucket].max_q,
         )
-    return x_TD + y_TD, new_kv_TC
+    return y_TD, new_kv_TC
 
 
 def gdn_moe_layer(x_TD, w, pools, stacks, batch, rows, gdn_index, moe_index, bucket):
-    """gdn, then moe; each adds to the residual stream after its norm."""
-    x_TD, pools = gdn_block(x_TD, w, pools, batch, rows, gdn_index, bucket)
-    x_TD = moe_block(x_TD, w, stacks["moe"], rows, moe_index, bucket)
+    """gdn, then moe; each adds to the residual stream."""
+    h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
+    y_TD, pools = gdn_block(h_TD, w, pools, batch, rows, gdn_index, bucket)
+    x_TD = x_TD + y_TD
+    h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
+    y_TD = moe_block(h_TD, w, stacks["moe"], rows, moe_index, bucket)
+    x_TD = x_TD + y_TD
     return x_TD, pools
 
 
 def gqa_moe_layer(x_TD, w, kv, stacks, batch, rows, gqa_index, moe_index, bucket):
-    """gqa, then moe; each adds to the residual stream after its norm."""
-    x_TD, new_kv_TC = gqa_block(x_TD, w, kv["gqa.kv"], batch, rows, gqa_index, bucket)
-    x_TD = moe_block(x_TD, w, stacks["moe"], rows, moe_index, bucket)
+    """gqa, then moe; each adds to the residual stream."""
+    h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
+    y_TD, new_kv_TC = gqa_block(h_TD, w, kv["gqa.kv"], batch, rows, gqa_index, bucket)
+    x_TD = x_TD + y_TD
+    h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
+    y_TD = moe_block(h_TD, w, stacks["moe"], rows, moe_index, bucket)
+    x_TD = x_TD + y_TD
     return x_TD, new_kv_TC
 
 
@@ -235,19 +234,19 @@ def group0(x_TD, pools, kv, w, stacks, batch, rows, bucket):
         i, w = scanned
         in0_TD = x_TD
         x_TD, pools = gdn_moe_layer(
-            x_TD, w["layer0"], pools, stacks, batch, rows, gdn_index=3 * i, moe_index=4 * i, bucket=bucket
+            x_TD, w["layer0"], pools, stacks, batch, rows, gdn_index=0, moe_index=0, bucket=bucket
         )
         in1_TD = x_TD
         x_TD, pools = gdn_moe_layer(
-            x_TD, w["layer1"], pools, stacks, batch, rows, gdn_index=3 * i + 1, moe_index=4 * i + 1, bucket=bucket
+            x_TD, w["layer1"], pools, stacks, batch, rows, gdn_index=1, moe_index=1, bucket=bucket
         )
         in2_TD = x_TD
         x_TD, pools = gdn_moe_layer(
-            x_TD, w["layer2"], pools, stacks, batch, rows, gdn_index=3 * i + 2, moe_index=4 * i + 2, bucket=bucket
+            x_TD, w["layer2"], pools, stacks, batch, rows, gdn_index=2, moe_index=2, bucket=bucket
         )
         in3_TD = x_TD
         x_TD, gqa_kv3 = gqa_moe_layer(
-            x_TD, w["layer3"], kv, stacks, batch, rows, gqa_index=i, moe_index=4 * i + 3, bucket=bucket
+            x_TD, w["layer3"], kv, stacks, batch, rows, gqa_index=0, moe_index=3, bucket=bucket
         )
         new_kv = {"gqa.kv": jnp.stack([gqa_kv3])}
         # The inputs of the layers leave the scan only in step_tapped; elsewhere they are dead code.

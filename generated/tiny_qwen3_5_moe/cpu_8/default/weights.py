@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu:8 --workload default
-# Digests: spec 9d322b78f05cb9d7, target d724d2eb75f5672d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 6f380140a1e7b423
+# Digests: spec 2e982e786557aadc, target 57776177cc6d0b90, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan a6d26c9f5ef51f24
 """Weights of tiny_qwen3_5_moe as the program holds them, and where a checkpoint keeps them.
 
 `sources` are alternatives: the loader takes the first whose tensors are all there. {layer} and
@@ -184,7 +184,7 @@ def gqa_weights(layers):
 
 
 def mixer_norm_weights(layers):
-    """Gains of one norm of the given layers."""
+    """A parameter of a norm of the given layers."""
     return ArrayInfo(
         (len(layers), 64), "float32", (None, None),
         sources=(Source("model.layers.{layer}.input_layernorm.weight"),),
@@ -194,7 +194,7 @@ def mixer_norm_weights(layers):
 
 
 def ffn_norm_weights(layers):
-    """Gains of one norm of the given layers."""
+    """A parameter of a norm of the given layers."""
     return ArrayInfo(
         (len(layers), 64), "float32", (None, None),
         sources=(Source("model.layers.{layer}.post_attention_layernorm.weight"),),

@@ -1,0 +1,38 @@
+"""What a Mamba block adds to an emitted program."""
+
+from ..core.declare import NormFields
+from ..core.emission import Constant, Emission, Site, sum_over_heads
+from .block import Fields
+
+
+def emit(fields: Fields, site: Site) -> Emission:
+    """Constants and call of Mamba under the site's cut."""
+    imports, combine = sum_over_heads(site)
+    name = site.prefix
+    return Emission(
+        imports=((site.module, "mamba1"), *imports),
+        constants=(
+            Constant(f"{name}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),
+            Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens scanned at once"),
+        ),
+        doc=f"Mamba: {fields.inner_size} channels with a state of {fields.state_size}.",
+        fields={
+            "name": site.name,
+            "p": name,
+            "options": _options(fields, site, fields.norm.resolve(site.dims.norm)),
+            "combine": combine,
+            "out_bias": fields.proj_bias,
+        },
+    )
+
+
+def _options(fields: Fields, site: Site, norm: NormFields) -> tuple[str, ...]:
+    """Keywords of the options in use; the others keep their defaults."""
+    words = {
+        "conv_bias=True": fields.conv_bias,
+        "proj_bias=True": fields.proj_bias,
+        f"norm_eps={norm.eps!r}": fields.input_norms,
+        "norm_zero_centered=True": fields.input_norms and norm.zero_centered,
+        "sum_axes=TENSOR": site.tp > 1,
+    }
+    return tuple(word for word, used in words.items() if used)

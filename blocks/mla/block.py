@@ -1,0 +1,167 @@
+"""Multi-head latent attention: declared fields, weights, cache, legal cuts and variants.
+
+Semantics: ref.py. Sources: MLA (arXiv:2405.04434 section 2.1, arXiv:2412.19437 section 2.1.1), RoPE (arXiv:2104.09864);
+projections, latent norms, YaRN factor of the softmax scale, query temperature and per-head gate as in Hugging Face
+transformers 5.24.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ..core.declare import (
+    AxisRole,
+    BlockFields,
+    Declared,
+    FieldProblem,
+    HeadCut,
+    ModelDims,
+    NormOverride,
+    PagedState,
+    SlotState,
+    Variant,
+    Weight,
+)
+from ..core.rope_fields import RopeFields, check_rope, score_mscale
+
+
+class Temperature(Declared):
+    """Queries grow with their position: times 1 + scale * log(1 + floor(position / floor))."""
+
+    floor: int = Field(gt=0)
+    scale: float
+
+
+class OutputGate(Declared):
+    """Each head's output times the activation of x W_g: one value per head, or one per element of it."""
+
+    activation: Literal["sigmoid"] = "sigmoid"
+    per: Literal["head", "element"] = "head"
+
+
+class Fields(BlockFields):
+    """num_heads heads, whose keys and values are linear in one latent of kv_lora_rank values per token.
+
+    A head's query and key are [nope | rope]; the rope part of the key is one for all heads.
+    q_lora_rank: null = queries straight from the input, else through a normed latent too.
+    rope: null = no positional encoding (the rope dims are then plain shared key dims).
+    norm: what the two latent norms change of the model's default. scale: null = default_scale.
+    bias: biases of the two down-projections and of the output.
+    """
+
+    kind: Literal["mla"]
+    num_heads: int = Field(gt=0)
+    q_lora_rank: int | None = Field(default=None, gt=0)
+    kv_lora_rank: int = Field(gt=0)
+    qk_nope_head_dim: int = Field(gt=0)
+    qk_rope_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
+    rope: RopeFields | None = None
+    norm: NormOverride = NormOverride()
+    scale: float | None = Field(default=None, gt=0)
+    temperature: Temperature | None = None
+    output_gate: OutputGate | None = None
+    bias: bool = False
+
+
+SLOT = "mixer"
+_LANES = 128
+
+AXES: dict[str, AxisRole] = {"q_heads": "attention_tp"}
+
+VARIANTS = (
+    Variant(
+        name="xla",
+        module="moec.blocks.mla.xla",
+        backends=("cpu", "tpu"),
+        note="decode in latent space, prefill on expanded heads; the pool is written once after the layer scan",
+    ),
+)
+
+
+def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
+    """Rope rotates exactly the rope dims; the latent norms are RMS norms."""
+    problems = check_rope(fields.rope, fields.qk_rope_head_dim)
+    if fields.rope and fields.rope.dim < fields.qk_rope_head_dim:
+        text = f"rope dim {fields.rope.dim} must be qk_rope_head_dim {fields.qk_rope_head_dim}"
+        problems.append(FieldProblem(("rope", "dim"), text))
+    norm = fields.norm.resolve(dims.norm)
+    if norm.kind != "rms" or norm.bias:
+        problems.append(
+            FieldProblem(("norm",), "the latent norms are RMS norms without bias", "set norm: {kind: rms, bias: false}")
+        )
+    return problems
+
+
+def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
+    """Projections [in, out]; per head w_q and w_q_b hold columns [nope | rope], w_kv_b rows [key nope | value].
+
+    w_kv_b is [out, in], as checkpoints store it: each head's part is then one matrix, which the products per head in
+    decode read in place; of [in, out] XLA makes a transposed copy in every layer.
+    """
+    hidden, heads, latent = dims.hidden_size, fields.num_heads, fields.kv_lora_rank
+    q_width = heads * (fields.qk_nope_head_dim + fields.qk_rope_head_dim)
+    kv_width = heads * (fields.qk_nope_head_dim + fields.v_head_dim)
+    found = _query_weights(fields, hidden, q_width) | {
+        "w_kv_a": _linear(hidden, latent + fields.qk_rope_head_dim),
+        "kv_a_norm": _gain(latent),
+        "w_kv_b": Weight((kv_width, latent), ("q_heads", None), "linear"),
+        "w_o": Weight((heads * fields.v_head_dim, hidden), ("q_heads", None), "linear", linear=True),
+    }
+    if fields.output_gate:
+        found["w_g"] = _linear(hidden, heads * gate_width(fields), "q_heads")
+    if fields.bias:
+        found |= {"b_kv_a": _bias(latent + fields.qk_rope_head_dim), "b_o": _bias(hidden)}
+    return found
+
+
+def state(fields: Fields, dims: ModelDims) -> tuple[PagedState | SlotState, ...]:
+    """One cached row per token, the same for all heads: the normed latent, the rotated shared key, zeros."""
+    return (PagedState((row_width(fields.kv_lora_rank + fields.qk_rope_head_dim),), (None,)),)
+
+
+def cuts(fields: Fields) -> tuple[HeadCut, ...]:
+    """Heads are cut; the cache is whole on every device."""
+    return (HeadCut("q_heads", fields.num_heads),)
+
+
+def row_width(values: int) -> int:
+    """Values of a cached row that holds `values`: long rows end at a multiple of 128, and the rest is unused.
+
+    Where memory is tiled by 128 lanes XLA lays arrays out with the least padding. For rows of 576 it would put the
+    tokens of a page innermost, and then copy the whole pool to write one row; padding the rows costs no more memory
+    than their own layout would.
+    """
+    return values if values < _LANES else -(-values // _LANES) * _LANES
+
+
+def default_scale(fields: Fields) -> float:
+    """(nope + rope)^-1/2, times m(mscale_all_dim)^2 where YaRN declares it (see core/rope_fields.py)."""
+    return (fields.qk_nope_head_dim + fields.qk_rope_head_dim) ** -0.5 * score_mscale(fields.rope) ** 2
+
+
+def gate_width(fields: Fields) -> int:
+    """Gate values per head; 0 without a gate."""
+    if fields.output_gate is None:
+        return 0
+    return 1 if fields.output_gate.per == "head" else fields.v_head_dim
+
+
+def _query_weights(fields: Fields, hidden: int, q_width: int) -> dict[str, Weight]:
+    if fields.q_lora_rank is None:
+        return {"w_q": _linear(hidden, q_width, "q_heads")}
+    rank = fields.q_lora_rank
+    found = {"w_q_a": _linear(hidden, rank), "q_a_norm": _gain(rank), "w_q_b": _linear(rank, q_width, "q_heads")}
+    return found | {"b_q_a": _bias(rank)} if fields.bias else found
+
+
+def _linear(rows: int, columns: int, axis: str | None = None) -> Weight:
+    return Weight((rows, columns), (None, axis), "linear", linear=True)
+
+
+def _gain(size: int) -> Weight:
+    return Weight((size,), (None,), "gain", init="gain")
+
+
+def _bias(size: int) -> Weight:
+    return Weight((size,), (None,), "gain", init="bias")

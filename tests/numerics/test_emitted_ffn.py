@@ -1,0 +1,267 @@
+"""The lines that moe and mlp blocks emit, run over eight devices, against what the blocks mean.
+
+What emit.py and call.j2 write goes from h_TD to y_TD; here it stands in a function of its own under
+shard_map, with weights cut by the blocks' own axes. Float32 tolerance: as in test_moe.py; what
+travels between devices is float32 too.
+"""
+
+import importlib
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moec.blocks.core.declare import BlockFields, ModelDims, NormFields, Weight
+from moec.blocks.core.emission import Site
+from moec.blocks.core.quant import dequantize_on_host, quantize_on_host
+from moec.blocks.registry import BLOCKS, EMITTERS, REFERENCES
+from moec.compiler.emit.render import render
+
+F32_TOLERANCE = 1e-4
+DIMS = ModelDims(hidden_size=32, vocab_size=64, norm=NormFields())
+TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes and which of them cut tokens, heads and experts; placed: networks cut over all devices."""
+
+    sizes: dict[str, int]
+    data: tuple[str, ...]
+    tensor: tuple[str, ...]
+    expert: tuple[str, ...]
+    placed: bool = False
+
+    def degree(self, axes: tuple[str, ...]) -> int:
+        return int(np.prod([self.sizes[axis] for axis in axes]))
+
+    @property
+    def expert_tp(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.sizes if axis not in self.expert)
+
+
+LAYOUTS = {
+    "one_device": Layout({"data": 1}, ("data",), (), ("data",)),
+    "dp8": Layout({"data": 8}, ("data",), (), ("data",)),
+    "dp8_cut": Layout({"data": 8}, ("data",), (), ("data",), placed=True),
+    "tp8_cut": Layout({"tensor": 8}, (), ("tensor",), ("tensor",), placed=True),
+    "dp4_tp2_etp2": Layout({"data": 4, "tensor": 2}, ("data",), ("tensor",), ("data",)),
+    "dp2_tp4_ep4_etp2_cut": Layout(
+        {"data": 2, "inner": 2, "tensor": 2}, ("data",), ("inner", "tensor"), ("data", "inner"), placed=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block's fields and how many of its options they turn on."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+CLAMP = {"limit": 0.8, "alpha": 1.702, "up_offset": 1.0}
+CASES = {
+    "mlp": Case("mlp", {"intermediate_size": 48}),
+    "mlp_plain": Case("mlp", {"intermediate_size": 48, "gated": False, "activation": "relu2", "bias": True}),
+    "mlp_clamped": Case("mlp", {"intermediate_size": 48, "activation": "gelu_tanh", "bias": True, "clamp": CLAMP}),
+    "moe": Case(
+        "moe",
+        {
+            "router": {"num_experts": 16, "top_k": 3},
+            "experts": {"intermediate_size": 24},
+            "shared": {"intermediate_size": 40, "gate": "sigmoid"},
+        },
+    ),
+    "moe_bias_clamp": Case(
+        "moe",
+        {
+            "router": {"num_experts": 16, "top_k": 3, "bias": True, "score": "none", "weights": "softmax"},
+            "experts": {"intermediate_size": 24, "bias": True, "clamp": CLAMP},
+            "shared": {"num": 2, "intermediate_size": 20, "bias": True, "gate": "sigmoid", "clamp": {"limit": 0.5}},
+        },
+    ),
+    "moe_latent_plain": Case(
+        "moe",
+        {
+            "router": {
+                "num_experts": 16,
+                "top_k": 3,
+                "score": "sigmoid",
+                "correction": "score",
+                "logits_dtype": "float32",
+                "groups": {"num": 4, "keep": 2},
+                "scale": 2.5,
+                "cast": False,
+            },
+            "experts": {
+                "intermediate_size": 24,
+                "gated": False,
+                "activation": "relu2",
+                "latent_size": 16,
+                "bias": True,
+            },
+            "shared": {"intermediate_size": 40, "bias": True, "scale": 0.5},
+        },
+    ),
+    "moe_residual": Case(
+        "moe",
+        {
+            "router": {
+                "num_experts": 16,
+                "top_k": 3,
+                "input": "residual",
+                "in_norm": {"eps": 1e-5, "zero_centered": True},
+                "logits_scale": 0.18,
+                "logits_softcap": 3.0,
+                "expert_scale": True,
+            },
+            "experts": {"intermediate_size": 24, "activation": "gelu_tanh"},
+        },
+    ),
+    "moe_weighs_input": Case(
+        "moe",
+        {
+            "router": {
+                "num_experts": 16,
+                "top_k": 3,
+                "score": "none",
+                "weights": "sigmoid",
+                "renormalize": False,
+                "apply": "input",
+            },
+            "experts": {"intermediate_size": 24},
+            "shared": {"intermediate_size": 40, "gated": False, "activation": "gelu"},
+        },
+    ),
+}
+
+
+def declared(case: Case) -> tuple[ModuleType, BlockFields]:
+    block = BLOCKS[case.kind]()
+    fields = block.Fields(kind=case.kind, **case.fields)
+    assert not block.check(fields, DIMS)
+    return block, fields
+
+
+def draw(declared: dict[str, Weight], seed: int) -> dict[str, jax.Array]:
+    """Matrices that keep magnitudes, gains near 1, biases of order 0.3."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for name, weight in declared.items():
+        value = rng.standard_normal(weight.shape)
+        if weight.init == "gain":
+            value = 1 + 0.2 * value
+        else:
+            value = 0.3 * value if weight.init == "bias" else value * 1.5 / np.sqrt(weight.shape[-2])
+        found[name] = jnp.asarray(value, jnp.float32)
+    return found
+
+
+def program(case: Case, layout: Layout, scaled: bool) -> tuple[str, dict[str, Any]]:
+    """Source of a function around the emitted lines, and the names it needs."""
+    dp, tp, ep = (layout.degree(axes) for axes in (layout.data, layout.tensor, layout.expert))
+    site = Site(
+        name="own",
+        module=f"moec.blocks.{case.kind}.xla",
+        collectives="moec.blocks.collectives.xla",
+        dims=DIMS,
+        dp=dp,
+        tp=tp,
+        ep=ep,
+        etp=dp * tp // ep,
+        shared_sharded=layout.placed,
+        mlp_sharded=layout.placed,
+        scaled=scaled,
+        tuning={"block_rows": {"mixed": 4}},
+    )
+    emission = EMITTERS[case.kind]().emit(declared(case)[1], site)
+    assert emission.reads_residual == (case.fields.get("router", {}).get("input") == "residual")
+    names: dict[str, Any] = {"jnp": jnp, "lax": lax, "DATA": layout.data, "TENSOR": layout.tensor}
+    names["EXPERT"] = layout.expert
+    for module, name in emission.imports:
+        names[name] = getattr(importlib.import_module(module), name)
+    lines = [f"{constant.name} = {constant.text}" for constant in emission.constants]
+    residual = "x_TD, " if emission.reads_residual else ""
+    lines.append(f"def own_block(h_TD, {residual}w, stack, rows, layer, bucket):")
+    lines += ["    " + line for line in render(f"{case.kind}/call.j2", **emission.fields).splitlines()]
+    return "\n".join([*lines, "    return y_TD"]), names
+
+
+def second_layer(array: jax.Array) -> jax.Array:
+    """The array as layer 1 of a stack; layer 0 holds other values."""
+    return jnp.stack([jnp.flip(array), array])
+
+
+def emitted(case: Case, layout: Layout, h: jax.Array, x: jax.Array, weights: dict[str, jax.Array], valid: jax.Array):
+    """y [T, D] of the emitted function on the layout's devices; the block is the second layer of the stacks."""
+    source, names = program(case, layout, "w_up_scale" in weights)
+    exec(source, names)
+    block, fields = declared(case)
+    roles = {
+        "expert_ep": layout.expert,
+        "expert_tp": layout.expert_tp,
+        "shared": tuple(layout.sizes) if layout.placed else (),
+        "mlp": tuple(layout.sizes) if layout.placed else (),
+    }
+    specs, values = {}, {}
+    for name, weight in block.weights(fields, DIMS).items():
+        axes = [roles[block.AXES[axis]] or None if axis else None for axis in weight.axes]
+        specs[name] = P(None, *axes) if weight.stacked else P(*axes)
+        values[name] = second_layer(weights[name]) if weight.stacked else weights[name]
+        if f"{name}_scale" in weights:
+            specs[f"{name}_scale"], values[f"{name}_scale"] = specs[name], second_layer(weights[f"{name}_scale"])
+    residual = "x_TD" in source.split("):")[0]
+
+    def step(h, x, w, valid):
+        args = (h, x) if residual else (h,)
+        return names["own_block"](*args, {"own": w}, w, SimpleNamespace(valid=valid), 1, "mixed")
+
+    devices = np.asarray(jax.devices()[: layout.degree(tuple(layout.sizes))]).reshape(tuple(layout.sizes.values()))
+    mesh = Mesh(devices, tuple(layout.sizes))
+    tokens = P(layout.data or None)
+    in_specs = (tokens, tokens, specs, tokens)
+    call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(call)(h, x, values, valid)
+
+
+def agree(case: Case, layout: str, weights: dict[str, jax.Array], meant: dict[str, jax.Array]) -> None:
+    """The emitted lines with `weights` give what the block means with `meant`, padding tokens aside."""
+    rng = np.random.default_rng(2)
+    x, h = (jnp.asarray(rng.standard_normal((TOKENS, DIMS.hidden_size)), jnp.float32) for _ in range(2))
+    valid = jnp.asarray(rng.uniform(size=TOKENS) < 0.8)
+    found = emitted(case, LAYOUTS[layout], h, x, weights, valid)
+    want = REFERENCES[case.kind]().apply(declared(case)[1], DIMS, h, meant, None, None, x, 0)
+    np.testing.assert_allclose(found[valid], want[valid], atol=F32_TOLERANCE, rtol=0)
+    assert float(jnp.abs(want).max()) > 0.5
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_emitted_lines_compute_what_the_block_means(name: str, layout: str) -> None:
+    block, fields = declared(CASES[name])
+    weights = draw(block.weights(fields, DIMS), seed=1)
+    agree(CASES[name], layout, weights, weights)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn", "int4"])
+@pytest.mark.parametrize("name", ["moe_bias_clamp", "moe_latent_plain"])
+def test_emitted_lines_pass_block_scales(name: str, dtype: str) -> None:
+    block, fields = declared(CASES[name])
+    weights = draw(block.weights(fields, DIMS), seed=3)
+    meant = dict(weights)
+    for key in ("w_gate", "w_up", "w_down"):
+        if key in weights:
+            q, scale = quantize_on_host(np.asarray(weights[key]), dtype)
+            weights[key], weights[f"{key}_scale"] = jnp.asarray(q), jnp.asarray(scale)
+            meant[key] = jnp.asarray(dequantize_on_host(q, scale))
+    agree(CASES[name], "dp8", weights, meant)
