@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint check clean
+.PHONY: help setup demo test test-full test-aot lint check clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,10 +38,13 @@ demo: $(STAMP) ## plan, emit and compile a 397B model for TPU, then run a tiny o
 	$(BIN)/moec verify $(TINY) --reference $(TINY_WEIGHTS)/ref.npz
 
 test: $(STAMP) ## the tests (at most 10 minutes on 2 cores; no network, no torch)
-	$(PYTEST) -m "not slow and not aot"
+	$(PYTEST) -m "not slow and not aot and not aot_all"
 
 test-full: test ## `make test`, then all meshes and the TPU compilations (marks slow and aot)
 	$(PYTEST) -m "slow or aot"
+
+test-aot: $(STAMP) ## every shipped model's decode step compiled for TPU (marks aot and aot_all)
+	$(BIN)/python -m pytest -m "aot or aot_all" tests/aot/test_specs.py
 
 lint: $(STAMP) ## style, types, import laws and drift of generated/
 	$(BIN)/ruff check .

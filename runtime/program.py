@@ -71,6 +71,16 @@ class Program(Protocol):
     def zero_slot(self, state: Any, slot: Any) -> Any: ...
 
 
+class Loadable(Protocol):
+    """What resolving a checkpoint reads of a program."""
+
+    IGNORE: tuple[str, ...]
+    SCALE_SUFFIX: str | None
+    SCALE_BLOCK: tuple[int, int] | None
+
+    def weights(self) -> dict[str, Any]: ...
+
+
 NAMES = (*Program.__annotations__, "mesh", "weights", "state", "batch", "copy_slot", "zero_slot")
 
 

@@ -11,7 +11,7 @@ from moec.blocks.core.array_info import PACKED, ArrayInfo, Op, Source
 from .checkpoint import INDEX, Checkpoint, Stored, named
 from .convert import FLOAT8, FLOATS, extent_of, scale_ops, scale_shape, squeeze, stored_rank, stored_shape
 from .packed import scale_block, scale_dtypes, side_tensors, words_shape
-from .program import Program
+from .program import Loadable
 
 Path = tuple[str, ...]
 
@@ -81,7 +81,7 @@ def flatten(tree: dict[str, Any], path: Path = ()) -> Iterator[tuple[Path, Array
             yield (*path, key), node
 
 
-def resolve(program: Program, checkpoint: Checkpoint) -> tuple[tuple[Target, ...], list[str]]:
+def resolve(program: Loadable, checkpoint: Checkpoint) -> tuple[tuple[Target, ...], list[str]]:
     """Every weight with its stored tensors, and all problems; the targets are complete only without problems."""
     leaves = dict(flatten(program.weights()))
     lost: dict[str, str] = {}
@@ -148,7 +148,7 @@ def _whence(name: str, checkpoint: Checkpoint) -> str:
     return f" ({INDEX} places it in {checkpoint.absent[name]})" if name in checkpoint.absent else ""
 
 
-def _tensor_problems(program: Program, targets: list[Target], checkpoint: Checkpoint) -> list[str]:
+def _tensor_problems(program: Loadable, targets: list[Target], checkpoint: Checkpoint) -> list[str]:
     """Wrong dtypes, shapes and block scales of the chosen tensors; each message once."""
     uses = defaultdict(list)
     for target in targets:
@@ -161,7 +161,7 @@ def _tensor_problems(program: Program, targets: list[Target], checkpoint: Checkp
     return list(found)
 
 
-def _problems_of(program: Program, checkpoint: Checkpoint, stored: Stored, uses: list[_Use]) -> Iterator[str]:
+def _problems_of(program: Loadable, checkpoint: Checkpoint, stored: Stored, uses: list[_Use]) -> Iterator[str]:
     if uses[0].piece.packed:
         yield from _packed_problems(checkpoint, stored, uses, uses[0].piece.packed)
         return
@@ -221,7 +221,7 @@ def _side_problems(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], pa
 
 
 def _scale_problems(
-    program: Program, checkpoint: Checkpoint, stored: Stored, shape: tuple[int, ...], uses: list[_Use]
+    program: Loadable, checkpoint: Checkpoint, stored: Stored, shape: tuple[int, ...], uses: list[_Use]
 ) -> Iterator[str]:
     """A float8 tensor needs its block scales, and float8 weights need them cut at block borders."""
     if program.SCALE_SUFFIX is None or program.SCALE_BLOCK is None:
@@ -247,7 +247,7 @@ def keeps_bits(stored: Stored, piece: Piece, target: Target) -> bool:
     return target.scale is not None and dtype == target.info.dtype
 
 
-def _surplus(program: Program, checkpoint: Checkpoint, known: set[str]) -> list[str]:
+def _surplus(program: Loadable, checkpoint: Checkpoint, known: set[str]) -> list[str]:
     """Tensors that no source names, the program does not ignore, and that are no block scales of a float8 tensor."""
     suffix = program.SCALE_SUFFIX
     scales = {t.name + suffix for t in checkpoint.tensors.values() if t.dtype.name in FLOAT8} if suffix else set()

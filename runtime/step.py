@@ -30,7 +30,8 @@ class Stepper:
     ):
         self._program, self._mesh = program, mesh
         self._buckets = {name: bucket for name, bucket in program.BUCKETS.items() if name in names}
-        weight_shapes = jax.tree.map(_weight_shape, weights, program.weights())
+        infos = dict(jax.tree.leaves_with_path(program.weights()))
+        weight_shapes = jax.tree.map_with_path(lambda path, array: _shape(array, infos.get(path)), weights)
         state_shapes = jax.tree.map(_shape, state)
         self._compiled = {name: self._compile(name, steps[name], weight_shapes, state_shapes) for name in self._buckets}
 
@@ -49,8 +50,10 @@ class Stepper:
         options = self._program.COMPILE_OPTIONS if self._mesh.devices.flat[0].platform == "tpu" else {}
         batch = abstract_arrays(self._program.batch(name), self._program.RULES, self._mesh)
         compiled = step.lower(weights, state, batch).compile(compiler_options=options)
-        # jax 0.10.2 takes the layout of XLA:CPU's 4-bit arrays for another one than compiled steps want, and refuses
-        # them; the jitted step, which has the same executable by now, does not compare.
+        # jax 0.10.2: an array of 4-bit values on XLA:CPU says sub_byte_element_size_in_bits=0 of its layout, compiled
+        # steps ask for 4, and their call refuses the array (check_array_xla_sharding_layout_match of its
+        # interpreters/pxla.py). The jitted step does not compare, and finds the executable just made:
+        # tests/runtime/test_step.py counts compilations.
         return step if not options and _has_4_bit(weights) else compiled
 
 
@@ -59,9 +62,7 @@ def _has_4_bit(weights: Any) -> bool:
     return any(leaf.dtype.name in dtypes for leaf in jax.tree.leaves(weights))
 
 
-def _weight_shape(array: jax.Array, info: ArrayInfo) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=laid_out(info, array.sharding))
-
-
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+def _shape(array: jax.Array, info: ArrayInfo | None = None) -> jax.ShapeDtypeStruct:
+    """info: what the program declares, for the order of dims in device memory."""
+    sharding = laid_out(info, array.sharding) if info else array.sharding
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

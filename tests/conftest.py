@@ -22,12 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where libtpu has no wheel, the `aot` tests are skipped and say why."""
+    """Where libtpu has no wheel, the `aot` and `aot_all` tests are skipped and say why."""
     if importlib.util.find_spec("libtpu") is not None:
         return
     skip = pytest.mark.skip(reason="libtpu is not installed (it has wheels for Linux on x86-64 only)")
     for item in items:
-        if "aot" in item.keywords:
+        if {"aot", "aot_all"} & set(item.keywords):
             item.add_marker(skip)
 
 

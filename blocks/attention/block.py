@@ -22,7 +22,9 @@ from ..core.declare import (
     Variant,
     Weight,
     divisors,
+    rms_only,
 )
+from ..core.head_fields import OutputGate, Temperature, fused_width, gate_width
 from ..core.rope_fields import RopeFields, check_rope
 
 
@@ -31,25 +33,6 @@ class Bias(Declared):
 
     qkv: bool = False
     out: bool = False
-
-
-class Temperature(Declared):
-    """Queries grow with their position: times 1 + scale * ln(1 + floor((position + offset) / floor))."""
-
-    floor: int = Field(gt=0)
-    scale: float = Field(gt=0)
-    offset: int = Field(default=0, ge=0)
-
-
-class OutputGate(Declared):
-    """Each head's output times the activation of a gate: one value per element of it, or one per head.
-
-    stored: fused = w_q's columns are [query, gate] head by head; own = a matrix w_g.
-    """
-
-    activation: Literal["sigmoid", "softplus"]
-    per: Literal["element", "head"] = "element"
-    stored: Literal["fused", "own"] = "fused"
 
 
 class Fields(BlockFields):
@@ -104,7 +87,7 @@ VARIANTS = (
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
     """Head counts must divide, rope must fit in the head, and what has no effect is refused."""
-    problems = [*check_rope(fields.rope, fields.head_dim), *_check_norms(fields, dims)]
+    problems = [*check_rope(fields.rope, fields.head_dim, scores=False), *_check_norms(fields, dims)]
     if fields.num_q_heads % fields.num_kv_heads:
         problems.append(
             FieldProblem(
@@ -131,10 +114,7 @@ def _check_norms(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
             text = "norm has no effect with qk_norm 'none'"
             problems.append(FieldProblem(("norm",), text, "set qk_norm: head, or remove norm"))
         return problems
-    norm = fields.norm.resolve(dims.norm)
-    if norm.kind != "rms" or norm.bias:
-        text = "query, key and value norms are RMS norms without bias"
-        problems.append(FieldProblem(("norm",), text, "set norm: {kind: rms, bias: false}"))
+    problems += rms_only(("norm",), fields.norm.resolve(dims.norm), "each norm of queries, keys and values is")
     if not has_gains(fields) and fields.norm.zero_centered is not None:
         text = "zero_centered has no effect on a norm without gain"
         problems.append(FieldProblem(("norm", "zero_centered"), text, "remove it"))
@@ -144,13 +124,6 @@ def _check_norms(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
 def value_dim(fields: Fields) -> int:
     """Dims of a value head."""
     return fields.v_head_dim or fields.head_dim
-
-
-def gate_width(fields: Fields) -> int:
-    """Gate values per head and token; 0 without a gate."""
-    if fields.output_gate is None:
-        return 0
-    return 1 if fields.output_gate.per == "head" else value_dim(fields)
 
 
 def has_gains(fields: Fields) -> bool:
@@ -166,7 +139,7 @@ def reach(fields: Fields) -> int | None:
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
     """Projections [in, out]; w_q holds [query | gate] per head when the gate is fused."""
     hidden, gate = dims.hidden_size, fields.output_gate
-    q_width = fields.num_q_heads * (fields.head_dim + (gate_width(fields) if gate and gate.stored == "fused" else 0))
+    q_width = fields.num_q_heads * (fields.head_dim + fused_width(gate, value_dim(fields)))
     widths = {"q": (q_width, "q_heads"), "k": (fields.num_kv_heads * fields.head_dim, "kv_heads")}
     if not fields.keys_as_values:
         widths["v"] = (fields.num_kv_heads * value_dim(fields), "kv_heads")
@@ -176,7 +149,7 @@ def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
     out_width = fields.num_q_heads * value_dim(fields)
     found["w_o"] = Weight((out_width, hidden), ("q_heads", None), "linear", linear=True)
     if gate and gate.stored == "own":
-        g_width = fields.num_q_heads * gate_width(fields)
+        g_width = fields.num_q_heads * gate_width(gate, value_dim(fields))
         found["w_g"] = Weight((hidden, g_width), (None, "q_heads"), "linear", linear=True)
     if fields.bias.qkv:
         found |= {f"b_{name}": Weight((wide,), (ax,), "gain", init="bias") for name, (wide, ax) in widths.items()}

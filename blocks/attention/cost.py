@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from ..collectives.cost import TP, sum_over_heads
 from ..core.declare import ModelDims
+from ..core.head_fields import gate_width
 from ..core.work import Collective, Gemm, Load, Stream, Term, itemsize
-from .block import Fields, gate_width, reach, value_dim
+from .block import Fields, reach, value_dim
 
 # xla.py gathers pages before the products read them: pool read, copy written, copy read.
 _GATHER_PASSES = 3
@@ -22,7 +23,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     act, weight = load.dtypes.activation, load.dtypes.weight
     heads, row = fields.num_q_heads // load.degrees.tp, _row_values(fields, load)
     projected = _kv_heads(fields, load) * fields.head_dim if fields.keys_as_values else row
-    width_in = heads * (fields.head_dim + gate_width(fields)) + projected
+    width_in = heads * (fields.head_dim + gate_width(fields.output_gate, value_dim(fields))) + projected
     return (
         Gemm("project in", load.tokens, width_in, dims.hidden_size, act, weight),
         *_sum_squares(fields, load),
@@ -44,7 +45,8 @@ def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
     """Largest set of intermediates alive at once: gathered pages and projections."""
     heads = fields.num_q_heads // load.degrees.tp
     pages = load.seqs * load.page_size * _row_bytes(fields, load)
-    per_head = 2 * fields.head_dim + value_dim(fields) + gate_width(fields)  # projected, rotated, output, gate
+    # projected, rotated, output, gate
+    per_head = 2 * fields.head_dim + value_dim(fields) + gate_width(fields.output_gate, value_dim(fields))
     per_token = heads * per_head + 2 * _row_values(fields, load)
     return int(2 * pages + load.tokens * per_token * itemsize(load.dtypes.activation))
 

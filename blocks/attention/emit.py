@@ -1,6 +1,7 @@
 """What an attention block adds to an emitted program."""
 
 from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.head_fields import gate_options, temperature_text
 from ..core.rope_fields import rope_imports, rope_text
 from .block import Fields, has_gains, value_dim
 
@@ -43,7 +44,7 @@ def _options(fields: Fields, site: Site) -> tuple[str, ...]:
         f"scale={scale}": True,
         f"value_scale={fields.value_scale!r}": fields.value_scale != 1,
         f"temperature={p}_TEMPERATURE": fields.temperature is not None,
-        **_gate_options(fields),
+        **gate_options(fields.output_gate),
         "sum_axes=TENSOR": sums_over_heads(fields, site.tp),
     }
     return tuple(line for line, used in lines.items() if used)
@@ -58,13 +59,6 @@ def _norm_options(fields: Fields, site: Site) -> dict[str, bool]:
         f"norm_eps={norm.eps!r}": normed,
         "norm_zero_centered=True": has_gains(fields) and norm.zero_centered,
     }
-
-
-def _gate_options(fields: Fields) -> dict[str, bool]:
-    gate = fields.output_gate
-    if gate is None:
-        return {}
-    return {f'output_gate="{gate.activation}"': True, 'gate_stored="own"': gate.stored == "own"}
 
 
 def sums_over_heads(fields: Fields, tp: int) -> bool:
@@ -98,7 +92,6 @@ def _option_constants(fields: Fields, name: str) -> tuple[Constant, ...]:
         found.append(Constant(f"{name}_WINDOW", str(fields.window), "keys a query sees at most, itself included"))
     if fields.chunk is not None:
         found.append(Constant(f"{name}_CHUNK", str(fields.chunk), "a query sees the keys of its chunk of positions"))
-    if (warm := fields.temperature) is not None:
-        reason = "floor, scale, offset: queries times 1 + scale * ln(1 + (position + offset) // floor)"
-        found.append(Constant(f"{name}_TEMPERATURE", f"({warm.floor}, {warm.scale!r}, {warm.offset})", reason))
+    if fields.temperature is not None:
+        found.append(Constant(f"{name}_TEMPERATURE", *temperature_text(fields.temperature)))
     return tuple(found)

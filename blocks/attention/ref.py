@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..activation.ref import activate
 from ..core.batch import Batch, Rows
-from ..core.rope import rope as rotated
+from ..core.ref import kept, rms_of, rotated, row_ranges, temperature_of
 from ..core.rope_spec import Rope
 
 
@@ -66,28 +67,29 @@ def attention(
     def heads(name: str, number: int, bias: bool = qkv_bias) -> np.ndarray:
         return (x_TD @ weight[f"w_{name}"] + (weight[f"b_{name}"] if bias else 0)).reshape(T, number, -1)
 
-    def normed(x_TNH: np.ndarray, gain: str) -> np.ndarray:
-        return _qk_norm(x_TNH, weight.get(gain), qk_norm, norm_eps, norm_zero_centered)
+    def normed(x_TNH: np.ndarray, name: str) -> np.ndarray:
+        gain = weight[name] if qk_norm in ("head", "full") else None
+        return _qk_norm(x_TNH, gain, qk_norm, norm_eps, norm_zero_centered)
 
     q_TNX, k_TGH = heads("q", N), heads("k", G)
     q_TNH, v_TGV = q_TNX[..., :H], k_TGH if keys_as_values else heads("v", G)
     if qk_norm_place == "before_rope":
         q_TNH, k_TGH = normed(q_TNH, "q_norm"), normed(k_TGH, "k_norm")
     if v_norm:
-        v_TGV = _unit(v_TGV, norm_eps)
+        v_TGV = rms_of(v_TGV, eps=norm_eps)
     if clip_qkv is not None:
         q_TNH, k_TGH, v_TGV = (np.clip(x, -clip_qkv, clip_qkv) for x in (q_TNH, k_TGH, v_TGV))
-    q_TNH, k_TGH = (np.asarray(rotated(jnp.asarray(x), batch.positions, rope)) for x in (q_TNH, k_TGH))
+    q_TNH, k_TGH = (rotated(x, batch.positions, rope) for x in (q_TNH, k_TGH))
     if qk_norm_place == "after_rope":
         q_TNH, k_TGH = normed(q_TNH, "q_norm"), normed(k_TGH, "k_norm")
     if temperature is not None:
-        q_TNH = q_TNH * _temperature(np.asarray(batch.positions), *temperature)[:, None, None]
+        q_TNH = q_TNH * temperature_of(batch.positions, *temperature)[:, None, None]
     kv_TC = np.concatenate([k_TGH.reshape(T, G * H), value_scale * v_TGV.reshape(T, G * V)], axis=-1)
-    kv_new_TC = _saturate(jnp.asarray(kv_TC), kv_pool.dtype)
+    kv_new_TC = kept(kv_TC, kv_pool.dtype)
 
-    new_TC, out_TNV = np.asarray(kv_new_TC, np.float32), np.zeros((T, N, V), np.float32)
+    new_TC, out_TNV = kv_new_TC.astype(np.float32), np.zeros((T, N, V), np.float32)
     sink_N = weight["sinks"] if sinks else None
-    for row, first, last, start in _ranges(batch, rows):
+    for row, first, last, start in row_ranges(batch, rows):
         pages = np.asarray(batch.page_table[row]) + int(pool_layer) * num_pages
         old_KC = np.asarray(kv_pool[pages], np.float32).reshape(-1, G * (H + V))[:start]
         kv_KC = np.concatenate([old_KC, new_TC[first:last]])
@@ -96,13 +98,8 @@ def attention(
         out_TNV[first:last] = _attend(q_TNH[first:last], k_KGH, v_KGV, seen_QK, scale, softcap, sink_N)
     if output_gate is not None:
         gate_TNX = q_TNX[..., H:] if gate_stored == "fused" else heads("g", N, bias=False)
-        out_TNV = out_TNV * _activated(gate_TNX, output_gate)
-    return jnp.asarray(out_TNV.reshape(T, N * V) @ weight["w_o"]), kv_new_TC
-
-
-def _unit(x: np.ndarray, eps: float) -> np.ndarray:
-    """x over the root of its mean square, along the last dim."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+        out_TNV = out_TNV * activate(gate_TNX, output_gate)
+    return jnp.asarray(out_TNV.reshape(T, N * V) @ weight["w_o"]), jnp.asarray(kv_new_TC)
 
 
 def _qk_norm(x_TNH: np.ndarray, gain: np.ndarray | None, kind: str, eps: float, zero_centered: bool) -> np.ndarray:
@@ -110,25 +107,7 @@ def _qk_norm(x_TNH: np.ndarray, gain: np.ndarray | None, kind: str, eps: float, 
     if kind == "none":
         return x_TNH
     flat = x_TNH.reshape(len(x_TNH), -1) if kind == "full" else x_TNH
-    unit = _unit(flat, eps)
-    if gain is not None and kind != "l2":
-        unit = unit * (1 + gain if zero_centered else gain)
-    return unit.reshape(x_TNH.shape)
-
-
-def _temperature(position_T: np.ndarray, floor: int, scale: float, offset: int) -> np.ndarray:
-    return (1 + scale * np.log(1 + np.floor((position_T.astype(np.float64) + offset) / floor))).astype(np.float32)
-
-
-def _activated(gate: np.ndarray, activation: str) -> np.ndarray:
-    """sigmoid or softplus, without overflow at either end."""
-    return np.exp(-np.logaddexp(0, -gate)) if activation == "sigmoid" else np.logaddexp(0, gate)
-
-
-def _ranges(batch: Batch, rows: Rows) -> list[tuple[int, int, int, int]]:
-    """(row, first token, last token, cached tokens) of every non-padding row."""
-    cu_q, start = np.asarray(batch.cu_q).tolist(), np.asarray(rows.start).tolist()
-    return [(s, cu_q[s], cu_q[s + 1], start[s]) for s in range(len(start)) if cu_q[s + 1] > cu_q[s]]
+    return rms_of(flat, gain, eps=eps, zero_centered=zero_centered).reshape(x_TNH.shape)
 
 
 def _seen(query_Q: np.ndarray, key_K: np.ndarray, window: int | None, chunk: int | None) -> np.ndarray:
@@ -166,12 +145,6 @@ def _attend(
     if sink_N is not None:
         total_NQ1 = total_NQ1 + np.exp(sink_N[:, None, None] - top_NQ1)
     return np.einsum("nqk,knv->qnv", p_NQK / total_NQ1, v_KNV)
-
-
-def _saturate(x: Array, dtype: jnp.dtype) -> Array:
-    """Cast to the cache dtype, clipping to its range (a float8 overflow would be NaN)."""
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 __all__ = ["attention"]

@@ -56,7 +56,6 @@ TEST_SHAPES = {
         24, 4, 2, 16, Rope(8, 1e6), qk_norm="head", norm_zero_centered=True, output_gate="sigmoid"
     ),
     "plain_gqa": AttentionShape(24, 6, 2, 8, Rope(8, 1e6)),
-    "one_head_each": AttentionShape(16, 2, 2, 8, qk_norm="head"),
     "interleaved_one_kv": AttentionShape(16, 5, 1, 8, Rope(4, 1e6, "interleaved"), output_gate="sigmoid"),
     # Window that ends inside pages, sinks, biases and YaRN with its factor on queries and keys.
     "window_sinks_bias": AttentionShape(
@@ -75,8 +74,9 @@ TEST_SHAPES = {
         16, 4, 2, 8, Rope(8, 1e6, scaling=ProportionalScaling(4)), qk_norm="full", v_norm=True, keys_as_values=True,
         clip_qkv=0.8, softcap=3.0, output_gate="softplus", gate_stored="own",
     ),
+    # As many key/value heads as query heads.
     "norm_after_rope_fused_head_gate": AttentionShape(
-        16, 4, 2, 8, Rope(8, 1e4), v_head_dim=6, qk_norm="head", qk_norm_place="after_rope", output_gate="softplus",
+        16, 2, 2, 8, Rope(8, 1e4), v_head_dim=6, qk_norm="head", qk_norm_place="after_rope", output_gate="softplus",
         gate_per="head", sinks=True, window=1,
     ),
 }  # fmt: skip

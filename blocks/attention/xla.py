@@ -11,21 +11,19 @@ core/paged.py writes all layers' rows once after the scan, in place when the poo
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.batch import Batch, Rows
+from ..core.heads import gated
+from ..core.linear import linear
+from ..core.online_softmax import SoftmaxState, softmax_add, softmax_mean, softmax_over_pages, softmax_start
+from ..core.paged import clear_unseen, to_cache
+from ..core.prefill_blocks import PrefillBlock, over_prefill_blocks, own_rows
 from ..core.rope_spec import Rope
-from .project import AttnTokenRules, attn_gated, attn_linear, attn_project
-
-# Below any real score, and exp(_ATTN_MASKED - real) is exactly 0. Not -inf: (-inf) - (-inf) is NaN.
-_ATTN_MASKED = -1e30
-
-# Online softmax (arXiv:1805.02867): running maximum and sum [S, G, M], weighted values [S, G, M, V]; float32.
-_AttnState = tuple[Array, Array, Array]
+from .project import AttnTokenRules, attn_project
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def attention(
         output_gate=output_gate, gate_stored=gate_stored, sum_axes=sum_axes,
     )  # fmt: skip
     q_TNH, k_TF, v_TF, gate_TNX = attn_project(h_TD, w, batch.positions, tokens)
-    new_TC = _attn_round(jnp.concatenate([k_TF, v_TF], axis=-1), kv_pool.dtype)
+    new_TC = to_cache(jnp.concatenate([k_TF, v_TF], axis=-1), kv_pool.dtype)
 
     rules = _AttnScoreRules(scale, softcap, window, chunk)
     sink_GM = w["sinks"].astype(jnp.float32).reshape(G, N // G) if sinks else None
@@ -109,29 +107,17 @@ def attention(
     q_TGMH = q_TNH.reshape(T, G, N // G, H)
     out_TGMV = _attn_decode(q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, rules, sink_GM)
     if max_q > 1:
-        out_TGMV = _attn_prefill(
-            out_TGMV, q_TGMH, new_TC, kv_pool, pages_SP, batch, rows, rules, sink_GM,
-            q_block=min(q_block, max_q), kv_block=kv_block,
-        )  # fmt: skip
+
+        def attend(q_BGMH: Array, new_TC: Array, block: PrefillBlock) -> Array:
+            return _attn_block(q_BGMH, new_TC, kv_pool, block, rules, sink_GM, kv_block)
+
+        out_TGMV = over_prefill_blocks(
+            attend, out_TGMV, q_TGMH, new_TC, pages_SP, batch, rows, size=min(q_block, max_q)
+        )
     out_TNV = out_TGMV.reshape(T, N, -1)
     if output_gate is not None and gate_TNX is not None:
-        out_TNV = attn_gated(out_TNV, gate_TNX, output_gate)
-    return attn_linear(out_TNV.reshape(T, -1), w["w_o"]), new_TC
-
-
-def _attn_round(x: Array, dtype: jnp.dtype) -> Array:
-    """Cast to the cache's dtype, clipped to its range: float8 overflow would be NaN."""
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit).astype(dtype)
-
-
-def _attn_start(S: int, G: int, M: int, V: int, sink_GM: Array | None) -> _AttnState:
-    """The online softmax of no keys, or of a sink: a key without value whose score is the sink."""
-    zero_SGM = jnp.zeros((S, G, M), jnp.float32)
-    acc_SGMV = jnp.zeros((S, G, M, V), jnp.float32)
-    if sink_GM is None:
-        return zero_SGM + _ATTN_MASKED, zero_SGM, acc_SGMV
-    return zero_SGM + sink_GM, zero_SGM + 1, acc_SGMV
+        out_TNV = gated(out_TNV, gate_TNX, output_gate)
+    return linear(out_TNV.reshape(T, -1), w["w_o"]), new_TC
 
 
 def _attn_oldest(position: Array, rules: _AttnScoreRules) -> Array:
@@ -168,52 +154,12 @@ def _attn_parts(kv_SKC: Array, G: int, H: int) -> tuple[Array, Array]:
     return kv_SKC[..., : G * H].reshape(S, K, G, H), kv_SKC[..., G * H :].reshape(S, K, G, -1)
 
 
-def _attn_score(score: Array, rules: _AttnScoreRules) -> Array:
-    """Products of queries and keys to softmax logits."""
-    if rules.softcap is None:
-        return score * rules.scale
-    return rules.softcap * jnp.tanh(score * (rules.scale / rules.softcap))
-
-
-def _attn_add(state: _AttnState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, rules: _AttnScoreRules) -> _AttnState:
-    """Fold K more keys into the online softmax; seen_SMK may have M = 1 (all queries alike).
-
-    Every query must see a key in the first call, so that the maximum is real from then on (a sink is real too).
-    Queries or a cache in float32 ask for float32 products: HIGHEST, since TPU's default would
-    narrow them to bfloat16 (for a float32 pool: by a bfloat16 copy of the whole of it).
-    """
-    top, total, acc = state
-    dtype = jnp.float32 if jnp.float32 in (q_SGMH.dtype, kv_SKC.dtype) else q_SGMH.dtype
-    dot = partial(
-        jnp.einsum,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    k_SKGH, v_SKGV = _attn_parts(kv_SKC.astype(dtype), q_SGMH.shape[1], q_SGMH.shape[3])
-    # Unseen values are cleared, not only weighted by 0: a reused page may hold another request's NaN.
-    v_SKGV = jnp.where(seen_SMK.any(axis=1)[:, :, None, None], v_SKGV, 0)
-    score = dot("sgmh,skgh->sgmk", q_SGMH.astype(dtype), k_SKGH)
-    score = jnp.where(seen_SMK[:, None], _attn_score(score, rules), _ATTN_MASKED)
-    new_top = jnp.maximum(top, score.max(axis=-1))
-    p, keep = jnp.exp(score - new_top[..., None]), jnp.exp(top - new_top)
-    values = dot("sgmk,skgv->sgmv", p.astype(dtype), v_SKGV)
-    return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + values
-
-
-def _attn_read(kv_pool: Array, pages_SP: Array, cached_S: Array, step: Array, span: int) -> tuple[Array, Array, Array]:
-    """Pages step*span ... of every row: cache rows [S, K, C], their indices [K], which hold cached tokens [S, K].
-
-    Pages past a row's end are read from the pool's first page. S*span must be at least 2: XLA
-    turns a gather of one page into a slice, and then lays the whole pool out as the matmul
-    would like that page.
-    """
-    (S, P), (_, page_size, C) = pages_SP.shape, kv_pool.shape
-    assert S * span > 1
-    index_X = step * span + jnp.arange(span)
-    pages_SX = jnp.where(index_X * page_size < cached_S[:, None], pages_SP[:, jnp.minimum(index_X, P - 1)], 0)
-    kv_SKC = kv_pool[pages_SX].reshape(S, span * page_size, C)
-    key_K = step * span * page_size + jnp.arange(span * page_size)
-    return kv_SKC, key_K, key_K < cached_S[:, None]
+def _attn_add(
+    state: SoftmaxState, q_SGMH: Array, kv_SKC: Array, seen_SMK: Array, rules: _AttnScoreRules
+) -> SoftmaxState:
+    """Fold cache rows into the online softmax."""
+    k_SKGH, v_SKGV = _attn_parts(clear_unseen(kv_SKC, seen_SMK), q_SGMH.shape[1], q_SGMH.shape[3])
+    return softmax_add(state, q_SGMH, k_SKGH, v_SKGV, seen_SMK, scale=rules.scale, softcap=rules.softcap)
 
 
 def _attn_decode(
@@ -228,8 +174,7 @@ def _attn_decode(
 ) -> Array:
     """The decode rows, all at once (token s belongs to row s); zeros for other tokens. [T, G, M, V].
 
-    The loop runs to the longest decode row, or the longest reach, and gathers one page per row, so that
-    temporaries are S pages whatever the context.
+    The loop runs to the longest decode row, or the longest reach, and gathers one page per row.
     """
     (T, G, M, H), (_, page_size, C) = q_TGMH.shape, kv_pool.shape
     S = min(T, pages_SP.shape[0])
@@ -239,105 +184,48 @@ def _attn_decode(
     cached_S = jnp.where(is_decode_S, cached_S, 0)
     q_SGMH = q_TGMH[:S]
 
-    span = 2 if S == 1 else 1  # pages of a row per step (see _attn_read)
-
-    def add_pages(step: Array, state: _AttnState) -> _AttnState:
-        kv_SKC, key_K, seen_SK = _attn_read(kv_pool, pages_SP, cached_S, step, span)
+    def add(state: SoftmaxState, kv_SKC: Array, key_K: Array, seen_SK: Array) -> SoftmaxState:
         if rules.reach is not None:
             seen_SK &= key_K >= (oldest_S - skipped_S)[:, None]
         return _attn_add(state, q_SGMH, kv_SKC, seen_SK[:, None], rules)
 
-    start = _attn_start(S, G, M, C // G - H, sink_GM)
+    start = softmax_start(S, G, M, C // G - H, sink_GM)
     own = _attn_add(start, q_SGMH, new_TC[:S, None], jnp.ones((S, 1, 1), bool), rules)
-    num_steps = (cached_S.max() + span * page_size - 1) // (span * page_size)
-    _, total, acc = lax.fori_loop(0, num_steps, add_pages, own)
-    out_SGMV = jnp.where(is_decode_S[:, None, None, None], acc / total[..., None], 0)
+    span = 2 if S == 1 else 1  # pages of a row per step (see read_pages)
+    out_SGMV = softmax_mean(softmax_over_pages(add, own, kv_pool, pages_SP, cached_S, span=span))
+    out_SGMV = jnp.where(is_decode_S[:, None, None, None], out_SGMV, 0)
     return jnp.pad(out_SGMV.astype(q_TGMH.dtype), ((0, T - S), (0, 0), (0, 0), (0, 0)))
-
-
-def _attn_prefill(
-    out_TGMV: Array,
-    q_TGMH: Array,
-    new_TC: Array,
-    kv_pool: Array,
-    pages_SP: Array,
-    batch: Batch,
-    rows: Rows,
-    rules: _AttnScoreRules,
-    sink_GM: Array | None,
-    *,
-    q_block: int,
-    kv_block: int,
-) -> Array:
-    """The prefill rows' tokens into out_TGMV; work items (row, block of tokens) in a loop.
-
-    All trip counts are dynamic: a step with few prefill tokens runs few iterations.
-    """
-    T, B = q_TGMH.shape[0], q_block
-    # B tokens of padding: the last block of the last row is then sliced whole.
-    q_TGMH, new_TC, out_TGMV = (
-        jnp.pad(x, ((0, B),) + ((0, 0),) * (x.ndim - 1)) for x in (q_TGMH, new_TC, out_TGMV)
-    )  # fmt: skip
-
-    def add_row(s: Array, out_TGMV: Array) -> Array:
-        first, q_len, start = batch.cu_q[s], rows.q_len[s], rows.start[s]
-
-        def add_block(b: Array, out_TGMV: Array) -> Array:
-            q_BGMH = lax.dynamic_slice_in_dim(q_TGMH, first + b * B, B)
-            done_BGMV = _attn_block(
-                q_BGMH, new_TC, kv_pool, pages_SP[s], rules, sink_GM,
-                first=first, index=b, q_len=q_len, start=start, kv_block=kv_block,
-            )  # fmt: skip
-            mine_B = (b * B + jnp.arange(B) < q_len)[:, None, None, None]
-            old_BGMV = lax.dynamic_slice_in_dim(out_TGMV, first + b * B, B)
-            return lax.dynamic_update_slice_in_dim(
-                out_TGMV, jnp.where(mine_B, done_BGMV, old_BGMV), first + b * B, 0
-            )  # fmt: skip
-
-        return lax.fori_loop(0, (q_len + B - 1) // B, add_block, out_TGMV)
-
-    return lax.fori_loop(batch.distribution[0], batch.distribution[1], add_row, out_TGMV)[:T]
 
 
 def _attn_block(
     q_BGMH: Array,
     new_TC: Array,
     kv_pool: Array,
-    pages_P: Array,
+    block: PrefillBlock,
     rules: _AttnScoreRules,
     sink_GM: Array | None,
-    *,
-    first: Array,
-    index: Array,
-    q_len: Array,
-    start: Array,
     kv_block: int,
 ) -> Array:
-    """Block `index` of one row: over the row's keys of this step, then over its `start` cached ones.
+    """One block of a row's queries: over the row's keys of this step, then over its cached ones. [B, G, M, V].
 
-    first: the row's first token, q_len: its tokens in this step. Keys before the oldest one that the
-    block's first query sees are left out of both.
+    Keys before the oldest one that the block's first query sees are left out of both.
     """
     assert kv_block % kv_pool.shape[1] == 0, (kv_block, kv_pool.shape)
     (B, G, M, H), (_, page_size, C) = q_BGMH.shape, kv_pool.shape
     q_1GMH = q_BGMH.transpose(1, 0, 2, 3).reshape(1, G, B * M, H)
-    token_B = jnp.arange(B)
-    oldest_B = _attn_oldest(start + index * B + token_B, rules)
-    pages_1P, cached_1, skipped_1 = _attn_skip(pages_P[None], start[None], oldest_B[:1], page_size, rules)
-    span = kv_block // page_size  # pages per step (see _attn_read)
+    oldest_B = _attn_oldest(block.start + block.index * B + jnp.arange(B), rules)
+    pages_1P, cached_1, skipped_1 = _attn_skip(block.pages_P[None], block.start[None], oldest_B[:1], page_size, rules)
+    span = kv_block // page_size  # pages per step (see read_pages)
     if rules.reach is not None:
         span = min(span, max(pages_1P.shape[1], 2))
 
-    def add_own(j: Array, state: _AttnState) -> _AttnState:
-        kv_1BC = lax.dynamic_slice_in_dim(new_TC, first + j * B, B)[None]
-        key_B, query_B = j * B + token_B, index * B + token_B
-        seen_BB = (key_B <= query_B[:, None]) & (key_B < q_len)
+    def add_own(j: Array, state: SoftmaxState) -> SoftmaxState:
+        kv_BC, key_B, seen_BB = own_rows(new_TC, block, j, B)
         if rules.reach is not None:
-            seen_BB &= start + key_B >= oldest_B[:, None]
-        return _attn_add(state, q_1GMH, kv_1BC, jnp.repeat(seen_BB, M, axis=0)[None], rules)
+            seen_BB &= block.start + key_B >= oldest_B[:, None]
+        return _attn_add(state, q_1GMH, kv_BC[None], jnp.repeat(seen_BB, M, axis=0)[None], rules)
 
-    def add_pages(step: Array, state: _AttnState) -> _AttnState:
-        kv_1KC, key_K, seen_1K = _attn_read(kv_pool, pages_1P, cached_1, step, span)
+    def add(state: SoftmaxState, kv_1KC: Array, key_K: Array, seen_1K: Array) -> SoftmaxState:
         seen_1MK = seen_1K[:, None]
         if rules.reach is not None:
             seen_BK = seen_1K & (key_K >= (oldest_B - skipped_1)[:, None])
@@ -345,14 +233,12 @@ def _attn_block(
         return _attn_add(state, q_1GMH, kv_1KC, seen_1MK, rules)
 
     sink_GM = None if sink_GM is None else jnp.tile(sink_GM, (1, B))
-    first_own = jnp.maximum(oldest_B[0] - start, 0) // B if rules.reach is not None else 0
+    first_own = jnp.maximum(oldest_B[0] - block.start, 0) // B if rules.reach is not None else 0
     # The diagonal block first: there every query sees a key (itself).
-    state = add_own(index, _attn_start(1, G, B * M, C // G - H, sink_GM))
-    state = lax.fori_loop(first_own, index, add_own, state)
-    num_steps = (cached_1[0] + span * page_size - 1) // (span * page_size)
-    _, total, acc = lax.fori_loop(0, num_steps, add_pages, state)
-    out_GBMV = (acc / total[..., None]).reshape(G, B, M, -1)
-    return out_GBMV.transpose(1, 0, 2, 3).astype(q_BGMH.dtype)
+    state = add_own(block.index, softmax_start(1, G, B * M, C // G - H, sink_GM))
+    state = lax.fori_loop(first_own, block.index, add_own, state)
+    out_1GMV = softmax_mean(softmax_over_pages(add, state, kv_pool, pages_1P, cached_1, span=span))
+    return out_1GMV.reshape(G, B, M, -1).transpose(1, 0, 2, 3).astype(q_BGMH.dtype)
 
 
 __all__ = ["attention"]

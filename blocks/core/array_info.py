@@ -97,7 +97,7 @@ class ArrayInfo:
     sources: alternatives in the checkpoint, () for state.
     layers: for a weight stacked over layers, the absolute layer index of each entry of
         dim 0; () when dim 0 is not a layer dim.
-    init: "normal", "ones", "zeros", "log_decay" or "gain": the distribution for random weights.
+    init: "normal", "gain", "bias" or "log_decay": the distribution for random weights.
     scale_of: for block scales, the name of the sibling weight they belong to.
     row_major: its rows lie one behind the other in device memory although another order of dims would pad less,
         because the program gathers rows: the compiler would re-lay out all of it in every step.

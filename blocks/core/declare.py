@@ -64,11 +64,15 @@ class NormOverride(Declared):
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes and defaults a block may read from the model around it."""
+    """The sizes and defaults a block may read from the model around it.
+
+    num_layers: of the whole model; None = a block looked at alone, or layers that are not known yet.
+    """
 
     hidden_size: int
     vocab_size: int
     norm: NormFields
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,27 @@ class PagedState:
     """Per-token cache of one layer: shape and axes of what one token stores. A block declares at most one.
 
     window: how many tokens a step looks back at most, its own included; None = all.
+    row_aligned: the block takes pools whose rows are longer, with unused values behind its own, and should get rows
+    of whole tiles where memory has tiles: with others the compiler may store tokens of a page side by side, and then
+    copies the whole pool to write one row. The last dim is then never cut.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     role: Literal["kv"] = "kv"
     window: int | None = None
+    row_aligned: bool = False
+
+    def row(self, lanes: int) -> tuple[int, ...]:
+        """What one token takes in the pool where memory has tiles of `lanes` values (1: no tiles).
+
+        A row shorter than a tile stays as it is: the compiler lays such pools out with the least padding itself.
+        """
+        assert not self.row_aligned or self.axes[-1] is None
+        *lead, values = self.shape
+        if not self.row_aligned or values < lanes:
+            return self.shape
+        return (*lead, -(-values // lanes) * lanes)
 
 
 @dataclass(frozen=True)
@@ -141,13 +160,21 @@ class Variant:
     """An implementation the planner may pick, and the backends it runs on.
 
     module: import path; it offers the block's functions under the names and signatures of ref.py.
-    note: how it works.
+    note: how it works. parts: what else of blocks/ (PARTS of compiler/plan/variants.py) the emitted lines call.
     """
 
     name: str
     module: str
     backends: tuple[str, ...]
     note: str = ""
+    parts: tuple[str, ...] = ()
+
+
+def rms_only(path: tuple[str | int, ...], norm: NormFields, what: str) -> list[FieldProblem]:
+    """A problem where another norm is declared than the block computes. what: whose norm, with its verb."""
+    if norm.kind == "rms" and not norm.bias:
+        return []
+    return [FieldProblem(path, f"{what} an RMS norm without bias", "set {kind: rms, bias: false}")]
 
 
 def divisors(number: int) -> tuple[int, ...]:

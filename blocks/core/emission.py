@@ -4,7 +4,8 @@ Each `blocks/<kind>/emit.py` turns (fields, site) into an Emission. The site is 
 decided about this block; call.j2 only places the text computed there. No jax.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .declare import ModelDims
@@ -24,7 +25,7 @@ class Site:
     """What the plan decided about one block instance.
 
     name: Python identifier of the block. module: import path of the chosen variant;
-    collectives: that of the collectives.
+    collectives: that of the collectives; parts: those of the other parts that the variant names.
     dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded, mlp_sharded:
     the shared expert, dense MLPs are cut over the whole mesh. scaled: expert weights carry block scales.
     tuning: this block's tuned values, e.g. {"chunk": 64} or {"block_rows": {"decode": 16}}.
@@ -44,6 +45,7 @@ class Site:
     scaled: bool
     tuning: dict[str, Any]
     layers: tuple[int, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -75,9 +77,15 @@ def share(total: int, degree: int, what: str, axis: str = "tp") -> tuple[str, st
     return str(total // degree), f"{total} {what} / {axis} {degree}"
 
 
-def sum_over_heads(site: Site) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Imports and lines that complete a mixer's output when its heads are cut."""
-    if site.tp == 1:
-        return (), ()
-    line = "y_TD = all_reduce(y_TD, TENSOR)  # each device adds the share of its own heads"
-    return ((site.collectives, "all_reduce"),), (line,)
+def sum_over_heads(site: Site, bias: str | None = None) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Imports and lines that complete a mixer's output: the sum when its heads are cut, then, once, the bias.
+
+    bias: the output projection's bias among the block's weights; None = there is none.
+    """
+    imports, lines = list[tuple[str, str]](), list[str]()
+    if site.tp > 1:
+        imports.append((site.collectives, "all_reduce"))
+        lines.append("y_TD = all_reduce(y_TD, TENSOR)  # each device adds the share of its own heads")
+    if bias is not None:
+        lines.append(f'y_TD = y_TD + w["{site.name}"]["{bias}"].astype(y_TD.dtype)')
+    return tuple(imports), tuple(lines)

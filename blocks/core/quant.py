@@ -26,9 +26,12 @@ def expand_scales(scale: Array, rows: int, columns: int, dtype: str) -> Array:
     *lead, tall, wide = scale.shape
     block = SCALED[dtype]
     assert (tall, wide) == block.count(rows, columns), (scale.shape, rows, columns)
-    # Broadcast and reshape instead of repeat: XLA fuses it into the multiply that follows.
-    full = jnp.broadcast_to(scale[..., :, None, :, None], (*lead, tall, block.rows, wide, block.columns))
-    return full.reshape(*lead, tall * block.rows, wide * block.columns)[..., :rows, :columns]
+    # Broadcast and reshape instead of repeat: XLA fuses it into the multiply that follows. Columns first, which are
+    # few: both at once, and XLA:TPU re-lays out the weight (of experts the whole stack) unless 8 divides `wide`.
+    across = jnp.broadcast_to(scale[..., None], (*lead, tall, wide, block.columns))
+    across = across.reshape(*lead, tall, wide * block.columns)[..., :columns]
+    full = jnp.broadcast_to(across[..., :, None, :], (*lead, tall, block.rows, columns))
+    return full.reshape(*lead, tall * block.rows, columns)[..., :rows, :]
 
 
 def dequantize_blocks(q: Array, scale: Array, dtype: DTypeLike) -> Array:

@@ -46,7 +46,8 @@ class ScalingFields(Declared):
     """How frequencies differ from theta^(-2i/dim); which fields belong to which kind: _NEEDS and _MAY.
 
     attention_factor multiplies the rotated dims of queries and keys; null with yarn: m(mscale) / m(mscale_all_dim)
-    when both are given, else m(1), with m(s) = 0.1 s ln(factor) + 1; null with longrope: 1.
+    when both are given, else m(1), with m(s) = 0.1 s ln(factor) + 1; null with longrope: 1. mscale_all_dim alone only
+    scales scores (score_mscale), where the block has them scaled.
     """
 
     kind: Literal["linear", "yarn", "wavelength", "proportional", "longrope"]
@@ -86,8 +87,11 @@ def score_mscale(fields: RopeFields | None) -> float:
     return yarn_mscale(scaling.factor, scaling.mscale_all_dim)
 
 
-def check_rope(fields: RopeFields | None, head_dim: int) -> list[FieldProblem]:
-    """Problems, with paths below ("rope",): dim is even and fits in the head, a scaling has just its own fields."""
+def check_rope(fields: RopeFields | None, head_dim: int, *, scores: bool) -> list[FieldProblem]:
+    """Problems, with paths below ("rope",): dim is even and fits in the head, a scaling has just its own fields.
+
+    scores: whether the block multiplies its scores with score_mscale(fields)^2.
+    """
     if fields is None:
         return []
     problems = []
@@ -96,10 +100,10 @@ def check_rope(fields: RopeFields | None, head_dim: int) -> list[FieldProblem]:
         problems.append(FieldProblem(("rope", "dim"), text))
     if fields.theta <= 1:
         problems.append(FieldProblem(("rope", "theta"), f"rope theta {fields.theta} must be above 1"))
-    return problems + (_check_scaling(fields.scaling, fields.dim) if fields.scaling else [])
+    return problems + (_check_scaling(fields.scaling, fields.dim, scores) if fields.scaling else [])
 
 
-def _check_scaling(scaling: ScalingFields, dim: int) -> list[FieldProblem]:
+def _check_scaling(scaling: ScalingFields, dim: int, scores: bool) -> list[FieldProblem]:
     path, kind = ("rope", "scaling"), scaling.kind
     given = {name for name, value in scaling if value is not None} - {"kind"}
     needs, may = _NEEDS[kind], _MAY.get(kind, ())
@@ -109,7 +113,7 @@ def _check_scaling(scaling: ScalingFields, dim: int) -> list[FieldProblem]:
         FieldProblem((*path, name), f"{name} has no effect on {kind} scaling", legal)
         for name in sorted(given - {*needs, *may})
     ]
-    return problems or _check_values(scaling, dim)
+    return problems or [*_check_values(scaling, dim), *_check_mscale(scaling, scores)]
 
 
 def _check_values(scaling: ScalingFields, dim: int) -> list[FieldProblem]:
@@ -125,9 +129,22 @@ def _check_values(scaling: ScalingFields, dim: int) -> list[FieldProblem]:
     if low is not None and high is not None and low >= high:
         text = f"low_freq_factor {low} must be below high_freq_factor {high}"
         problems.append(FieldProblem(("rope", "scaling", "low_freq_factor"), text))
-    if scaling.attention_factor is not None and scaling.mscale:  # mscale_all_dim also scales latent attention's scores
+    return problems
+
+
+def _check_mscale(scaling: ScalingFields, scores: bool) -> list[FieldProblem]:
+    """mscale and mscale_all_dim together make the attention factor; mscale_all_dim alone can only scale scores."""
+    path, given = ("rope", "scaling"), scaling.attention_factor is not None
+    problems = []
+    if scaling.mscale and given:
         text = "mscale has no effect beside attention_factor"
-        problems.append(FieldProblem(("rope", "scaling", "mscale"), text, "remove one"))
+        problems.append(FieldProblem((*path, "mscale"), text, "remove one"))
+    elif scaling.mscale and not scaling.mscale_all_dim:
+        text = "mscale has no effect without mscale_all_dim"
+        problems.append(FieldProblem((*path, "mscale"), text, "remove it, or add mscale_all_dim"))
+    if scaling.mscale_all_dim and not scores and (given or not scaling.mscale):
+        text = "mscale_all_dim has no effect " + ("beside attention_factor" if given else "without mscale")
+        problems.append(FieldProblem((*path, "mscale_all_dim"), f"{text} where it does not scale scores", "remove it"))
     return problems
 
 

@@ -96,7 +96,7 @@ class Load:
     token; decode_context: keys such a row reads on average, decode_longest: the longest one.
     prefill_tokens: tokens in prefill chunks; prefill_context: keys one of them sees on average.
     row_tile: rows a product takes at least (fewer cost the same); row_full: rows from which
-    on loading weights no longer shows.
+    on loading weights no longer shows. lanes: values of a memory tile's row, 1 where memory has no tiles.
     """
 
     tokens: int
@@ -111,6 +111,7 @@ class Load:
     dtypes: Dtypes
     row_tile: int
     row_full: int
+    lanes: int = 1
 
     @property
     def gathered_tokens(self) -> int:

@@ -21,6 +21,7 @@ from ..core.declare import (
     Variant,
     Weight,
     divisors,
+    rms_only,
 )
 
 
@@ -102,14 +103,7 @@ def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
                 f"valid: {', '.join(map(str, divisors(fields.num_v_heads)))}",
             )
         )
-    norm = fields.out_norm.resolve(dims.norm)
-    if norm.kind != "rms" or norm.bias:
-        problems.append(
-            FieldProblem(
-                ("out_norm",), "the gated norm is an RMS norm without bias", "out_norm: {kind: rms, bias: false}"
-            )
-        )
-    return problems
+    return problems + rms_only(("out_norm",), fields.out_norm.resolve(dims.norm), "the gated norm is")
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:

@@ -1,17 +1,16 @@
 """Work of Gated DeltaNet in its XLA variant (xla.py), on one device."""
 
 from collections.abc import Mapping
-from math import gcd, log2
+from math import log2
 
 from ..collectives.cost import sum_over_heads
 from ..core.declare import ModelDims
+from ..core.recurrence_work import chunk, chunk_tuning, recur
 from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize
 from .block import Fields
 
 # Prefill tokens solved at once, at most: the size published kernels use; the inverse costs C^2 per token.
 _MAX_CHUNK = 64
-# xla.py's decode step: both reductions share one read of the state, the update reads it again and writes it.
-_STATE_PASSES = 3
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
@@ -35,16 +34,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
     """Prefill chunk length, the same in every bucket."""
-    return {"chunk": min(map(chunk, loads.values()))}
-
-
-def chunk(load: Load) -> int:
-    """Tokens of one chunk: a divisor of the page size.
-
-    Chunks start where a row's tokens start, which is a page border: so a prefix is cut into the
-    same chunks whether it was cached or not.
-    """
-    return gcd(_MAX_CHUNK, load.page_size)
+    return chunk_tuning(loads, _MAX_CHUNK)
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -74,24 +64,17 @@ def _state_values(fields: Fields, load: Load) -> int:
 
 
 def _decode(fields: Fields, load: Load, channels: int) -> tuple[Term, ...]:
-    """One row at a time: its state is read, updated and written."""
-    if not load.decode_rows:
-        return ()
-    values = _state_values(fields, load)
-    state = values * itemsize(load.dtypes.state)
+    """One row at a time: its window and its state are read, updated and written."""
     window = (fields.conv_kernel - 1) * channels * itemsize(load.dtypes.conv)
-    return (
-        Stream("convolve", 2 * load.decode_rows * window, load.decode_rows * window),
-        Stream("recur", _STATE_PASSES * load.decode_rows * state, state),
-        Vector("recur", 8 * load.decode_rows * values),
-    )
+    state = recur(load, _state_values(fields, load), 8)
+    return (Stream("convolve", 2 * load.decode_rows * window, load.decode_rows * window), *state) if state else ()
 
 
 def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     """Chunk by chunk; products of the float32 state math, the state read and written per chunk."""
     if not load.prefill_tokens:
         return ()
-    size = chunk(load)
+    size = chunk(load, _MAX_CHUNK)
     count = load.prefill_tokens / size * (fields.num_v_heads // load.degrees.tp)
     dk, dv, doublings = fields.dk, fields.dv, log2(max(size, 2)) - 1
     state = _state_values(fields, load) * 4

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..activation.ref import activate, sigmoid_of
 from ..core.batch import Batch, Rows
 
 
@@ -47,7 +48,7 @@ def gated_delta(
     m_TF = np.concatenate([x_TD @ weight[name] for name in ("w_q", "w_k", "w_v")], axis=1)
     taps_FK = np.concatenate([weight[name] for name in ("conv_q", "conv_k", "conv_v")])
     z_TVd = _project(x_TD, weight, "w_z", "g").reshape(T, V, dv)
-    beta_TV = _sigmoid(x_TD @ weight["w_b"]) * np.float32(2 if negative_eigenvalues else 1)
+    beta_TV = sigmoid_of(x_TD @ weight["w_b"]) * np.float32(2 if negative_eigenvalues else 1)
     a_TVr = (_project(x_TD, weight, "w_a", "f") + weight["dt_bias"]).reshape(T, V, dk if channel_decay else 1)
     g_TVr = _log_decay(a_TVr, weight["a_log"], decay_lower_bound)
 
@@ -64,7 +65,7 @@ def gated_delta(
             window_KF, state_Vkd = np.zeros_like(window_KF), np.zeros_like(state_Vkd)
         for t in range(cu_q[row], cu_q[row + 1]):
             window_KF = np.concatenate([window_KF, m_TF[t : t + 1]])
-            m_F = _silu(np.sum(window_KF * taps_FK.T, axis=0))
+            m_F = activate(np.sum(window_KF * taps_FK.T, axis=0), "silu")
             window_KF = window_KF[1:]
             q_Vk, k_Vk = (
                 np.repeat(_unit(x.reshape(Q, dk)), V // Q, axis=0) for x in (m_F[: Q * dk], m_F[Q * dk : 2 * Q * dk])
@@ -76,7 +77,7 @@ def gated_delta(
         state[place] = state_Vkd
     normed_TVd = o_TVd / np.sqrt(np.mean(o_TVd**2, axis=-1, keepdims=True) + np.float32(norm_eps))
     gain_d = weight["out_norm"] + np.float32(norm_zero_centered)
-    gate_TVd = _silu(z_TVd) if gate_activation == "silu" else _sigmoid(z_TVd)
+    gate_TVd = activate(z_TVd, gate_activation)
     y_TF = (normed_TVd * gain_d * gate_TVd).reshape(T, V * dv)
     return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(conv), jnp.asarray(state)
 
@@ -99,19 +100,11 @@ def _project(x_TD: np.ndarray, weight: dict[str, np.ndarray], whole: str, halves
 
 
 def _log_decay(a_TVr: np.ndarray, a_log_V: np.ndarray, lower_bound: float | None) -> np.ndarray:
-    """Always <= 0; r: one rate per head, or one per channel. softplus is log(1 + e^x)."""
+    """Always <= 0; r: one rate per head, or one per channel."""
     speed_V1 = np.exp(a_log_V)[:, None]
     if lower_bound is not None:
-        return np.float32(lower_bound) * _sigmoid(speed_V1 * a_TVr)
-    return -speed_V1 * np.logaddexp(0, a_TVr)
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return np.exp(-np.logaddexp(0, -x))  # no overflow at either end
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * _sigmoid(x)
+        return np.float32(lower_bound) * sigmoid_of(speed_V1 * a_TVr)
+    return -speed_V1 * activate(a_TVr, "softplus")
 
 
 def _unit(x: np.ndarray) -> np.ndarray:

@@ -24,7 +24,6 @@ class GatedDeltaShape:
 
 TEST_SHAPES = {
     "shared_keys": GatedDeltaShape(24, 2, 4, 16, 16),
-    "own_keys_wide_value": GatedDeltaShape(16, 2, 2, 8, 12),
     "one_key_two_taps": GatedDeltaShape(16, 1, 3, 8, 8, conv_kernel=2),
     "channel_decay_low_rank": GatedDeltaShape(
         16, 2, 4, 8, 12, decay=Decay(per="channel", rank=6), gate=Gate(activation="sigmoid", rank=10)

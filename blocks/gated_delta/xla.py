@@ -13,17 +13,19 @@ The chunk form solves the C coupled writes at once (UT transform, arXiv:2406.064
 State math is float32 whatever the pools' dtype, and its dot products are Precision.HIGHEST:
 TPU's default multiplies float32 in bfloat16, and the recurrence would carry that error along.
 The projections follow the ambient precision. Only values <= 0 are exponentiated.
-
-Both pools are loop-carried and updated in place, one slot of one layer at a time.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..activation.xla import activate
 from ..core.batch import Batch, Rows
+from ..core.linear import einsum_f32, linear
 from ..core.norm import rms_norm
+from ..core.recurrence import over_chunks, over_decode_rows
 
 # Inside the root of the sum of squares, as in Hugging Face transformers 5.24.
 _GDN_L2_EPS = 1e-6
@@ -73,41 +75,32 @@ def gated_delta(
     Returns out [T, D] in h's dtype, partial over tensor parallelism, and the two pools.
     """
     heads = _GdnHeads(num_qk_heads, num_v_heads, head_k_dim, head_v_dim)
-    in_TF = jnp.concatenate([_gdn_linear(h_TD, w[name]) for name in ("w_q", "w_k", "w_v")], axis=1)
+    in_TF = jnp.concatenate([linear(h_TD, w[name]) for name in ("w_q", "w_k", "w_v")], axis=1)
     taps_KF = jnp.concatenate([w[name] for name in ("conv_q", "conv_k", "conv_v")]).astype(jnp.float32).T
     assert taps_KF.shape[0] == conv_kernel, (taps_KF.shape, conv_kernel)
-    beta_TV = lax.logistic(_gdn_linear(h_TD, w["w_b"]).astype(jnp.float32))
+    beta_TV = activate(linear(h_TD, w["w_b"]).astype(jnp.float32), "sigmoid")
     beta_TV = 2 * beta_TV if negative_eigenvalues else beta_TV
     rates = (heads.v, heads.dk) if channel_decay else (heads.v,)
     g_T = _gdn_log_decay(_gdn_project(h_TD, w, "w_a", "f"), w["a_log"], w["dt_bias"], rates, decay_lower_bound)
 
-    args = (in_TF, beta_TV, g_T, taps_KF, batch, rows, pool_layer, heads)
-    o_TVd, conv_pool, state_pool = _gdn_decode(*args, conv_pool, state_pool)
+    inputs = (in_TF, beta_TV, g_T)
+    o_TVd, conv_pool, state_pool = _gdn_decode(*inputs, taps_KF, batch, rows, pool_layer, heads, conv_pool, state_pool)
     if max_q > 1:
-        o_TVd, conv_pool, state_pool = _gdn_prefill(*args, o_TVd, conv_pool, state_pool, chunk=chunk)
+        solve, pools = partial(_gdn_chunk, taps_KF, heads), (conv_pool, state_pool)
+        o_TVd, (conv_pool, state_pool) = over_chunks(solve, inputs, o_TVd, pools, pool_layer, batch, rows, chunk=chunk)
 
     z_TVd = _gdn_project(h_TD, w, "w_z", "g").reshape(o_TVd.shape).astype(jnp.float32)
     normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=norm_zero_centered).astype(jnp.float32)
-    y_TVd = (normed_TVd * z_TVd if gate_activation == "silu" else normed_TVd) * lax.logistic(z_TVd)
+    y_TVd = (normed_TVd * z_TVd if gate_activation == "silu" else normed_TVd) * activate(z_TVd, "sigmoid")
     y_TVd = y_TVd.astype(h_TD.dtype)
-    return _gdn_linear(y_TVd.reshape(h_TD.shape[0], -1), w["w_o"]), conv_pool, state_pool
-
-
-def _gdn_linear(x: Array, w: Array) -> Array:
-    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
-    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return linear(y_TVd.reshape(h_TD.shape[0], -1), w["w_o"]), conv_pool, state_pool
 
 
 def _gdn_project(h_TD: Array, w: dict[str, Array], whole: str, halves: str) -> Array:
     """h through one matrix, or through the two of a low-rank one."""
     if whole in w:
-        return _gdn_linear(h_TD, w[whole])
-    return _gdn_linear(_gdn_linear(h_TD, w[f"{halves}_a"]), w[f"{halves}_b"])
-
-
-def _gdn_einsum(subscripts: str, a: Array, b: Array) -> Array:
-    """A float32 contraction of the state math (see the head of the file)."""
-    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
+        return linear(h_TD, w[whole])
+    return linear(linear(h_TD, w[f"{halves}_a"]), w[f"{halves}_b"])
 
 
 def _gdn_log_decay(
@@ -120,8 +113,8 @@ def _gdn_log_decay(
     shifted = (a_TR.astype(jnp.float32) + dt_bias_R.astype(jnp.float32)).reshape(-1, *rates)
     speed = jnp.exp(a_log_V.astype(jnp.float32)).reshape(-1, *(1,) * (len(rates) - 1))
     if lower_bound is not None:
-        return lower_bound * lax.logistic(speed * shifted)
-    return -speed * jnp.logaddexp(shifted, 0.0)
+        return lower_bound * activate(speed * shifted, "sigmoid")
+    return -speed * activate(shifted, "softplus")
 
 
 def _gdn_unit(x: Array) -> Array:
@@ -130,7 +123,7 @@ def _gdn_unit(x: Array) -> Array:
 
 def _gdn_split(conv_TF: Array, heads: _GdnHeads) -> tuple[Array, Array, Array]:
     """Convolved inputs -> silu -> unit queries (times dk^-1/2) and keys [T, Q, k], values [T, V, d]."""
-    x_TF = conv_TF * lax.logistic(conv_TF)
+    x_TF = activate(conv_TF, "silu")
     width = heads.qk * heads.dk
     q_TQk, k_TQk = (
         _gdn_unit(x.reshape(-1, heads.qk, heads.dk)) for x in (x_TF[:, :width], x_TF[:, width : 2 * width])
@@ -152,8 +145,7 @@ def _gdn_decode(
 ) -> tuple[Array, Array, Array]:
     """The decode rows (token s belongs to row s); outputs are zeros for other tokens. [T, V, d].
 
-    The small inputs are handled for all rows at once. The states, S times dk*dv*V*4 bytes, go
-    through a loop one row at a time, so that no second copy of them exists.
+    The small inputs are handled for all rows at once, the states row by row.
     """
     T, window = in_TF.shape[0], taps_KF.shape[0] - 1
     S = min(T, batch.slot.shape[0])
@@ -167,25 +159,10 @@ def _gdn_decode(
     q_SVk, k_SVk = (jnp.repeat(x, heads.v // heads.qk, axis=1) for x in (q_SQk, k_SQk))
     step = _gdn_step if g_T.ndim == 2 else _gdn_channel_step
 
-    def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        o_SVd, state_pool = carry
-        state_Vkd = _gdn_read_state(state_pool, pool_layer, slot_S[s], batch.has_state[s])
-        o_Vd, state_Vkd = step(q_SVk[s], k_SVk[s], v_SVd[s], beta_TV[s], g_T[s], state_Vkd)
-        return o_SVd.at[s].set(o_Vd), _gdn_write_state(state_pool, pool_layer, slot_S[s], state_Vkd)
-
-    o_SVd, state_pool = lax.fori_loop(0, batch.distribution[0], add_row, (jnp.zeros_like(v_SVd), state_pool))
-    return jnp.pad(o_SVd.astype(in_TF.dtype), ((0, T - S), (0, 0), (0, 0))), conv_pool, state_pool
-
-
-def _gdn_read_state(state_pool: Array, layer: Array | int, slot: Array, has_state: Array) -> Array:
-    """One slot's state [V, k, d] in float32; zeros (whatever the slot holds) without has_state."""
-    state = lax.dynamic_slice(state_pool, (layer, slot, 0, 0, 0), (1, 1, *state_pool.shape[2:]))[0, 0]
-    return jnp.where(has_state, state.astype(jnp.float32), 0)
-
-
-def _gdn_write_state(state_pool: Array, layer: Array | int, slot: Array, state_Vkd: Array) -> Array:
-    update = state_Vkd.astype(state_pool.dtype)[None, None]
-    return lax.dynamic_update_slice(state_pool, update, (layer, slot, 0, 0, 0))
+    inputs = (q_SVk, k_SVk, v_SVd, beta_TV[:S], g_T[:S])
+    out = (T, heads.v, heads.dv)
+    o_TVd, state_pool = over_decode_rows(step, inputs, out, in_TF.dtype, state_pool, pool_layer, batch)
+    return o_TVd, conv_pool, state_pool
 
 
 def _gdn_step(
@@ -216,96 +193,30 @@ def _gdn_channel_step(
     return o_Vd, decay_Vk[:, :, None] * state_Vkd + k_Vk[:, :, None] * u_Vd[:, None, :]
 
 
-def _gdn_prefill(
-    in_TF: Array,
-    beta_TV: Array,
-    g_T: Array,
-    taps_KF: Array,
-    batch: Batch,
-    rows: Rows,
-    pool_layer: Array | int,
-    heads: _GdnHeads,
-    o_TVd: Array,
-    conv_pool: Array,
-    state_pool: Array,
-    *,
-    chunk: int,
-) -> tuple[Array, Array, Array]:
-    """The prefill rows' tokens into o_TVd; chunks start at row starts, work items run in a loop.
-
-    All trip counts are dynamic. Within a row the state stays float32 from chunk to chunk; it
-    takes the pool's dtype at the end of the row.
-    """
-    T, window = in_TF.shape[0], taps_KF.shape[0] - 1
-    # `chunk` tokens of padding: the last chunk of the last row is then sliced whole.
-    in_TF, beta_TV, g_T, o_TVd = (
-        jnp.pad(x, ((0, chunk),) + ((0, 0),) * (x.ndim - 1)) for x in (in_TF, beta_TV, g_T, o_TVd)
-    )  # fmt: skip
-
-    def add_row(s: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        o_TVd, conv_pool, state_pool = carry
-        slot, has_state, q_len = batch.slot[s], batch.has_state[s], rows.q_len[s]
-        old = lax.dynamic_slice(conv_pool, (pool_layer, slot, 0), (1, 1, conv_pool.shape[2]))
-        old_WF = jnp.where(has_state, old.astype(jnp.float32), 0).reshape(window, -1)
-
-        def add_chunk(c: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            o_TVd, old_WF, state_Vkd = carry
-            first = batch.cu_q[s] + c * chunk
-            in_CF, beta_CV, g_C, o_CVd = (
-                lax.dynamic_slice_in_dim(x, first, chunk) for x in (in_TF, beta_TV, g_T, o_TVd)
-            )  # fmt: skip
-            num_valid = jnp.minimum(q_len - c * chunk, chunk)
-            valid_C = jnp.arange(chunk) < num_valid
-            new_CVd, old_WF, state_Vkd = _gdn_chunk(
-                in_CF, beta_CV, g_C, num_valid, old_WF, state_Vkd, taps_KF=taps_KF, heads=heads
-            )  # fmt: skip
-            o_CVd = jnp.where(valid_C[:, None, None], new_CVd.astype(o_CVd.dtype), o_CVd)
-            return lax.dynamic_update_slice_in_dim(o_TVd, o_CVd, first, 0), old_WF, state_Vkd
-
-        state_Vkd = _gdn_read_state(state_pool, pool_layer, slot, has_state)
-        o_TVd, old_WF, state_Vkd = lax.fori_loop(
-            0, (q_len + chunk - 1) // chunk, add_chunk, (o_TVd, old_WF, state_Vkd)
-        )  # fmt: skip
-        conv_pool = lax.dynamic_update_slice(
-            conv_pool, old_WF.reshape(1, 1, -1).astype(conv_pool.dtype), (pool_layer, slot, 0)
-        )  # fmt: skip
-        return o_TVd, conv_pool, _gdn_write_state(state_pool, pool_layer, slot, state_Vkd)
-
-    o_TVd, conv_pool, state_pool = lax.fori_loop(
-        batch.distribution[0], batch.distribution[1], add_row, (o_TVd, conv_pool, state_pool)
-    )  # fmt: skip
-    return o_TVd[:T], conv_pool, state_pool
-
-
 def _gdn_chunk(
+    taps_KF: Array,
+    heads: _GdnHeads,
     in_CF: Array,
     beta_CV: Array,
     g_C: Array,
     num_valid: Array,
-    old_WF: Array,
+    window: Array,
     state_Vkd: Array,
-    *,
-    taps_KF: Array,
-    heads: _GdnHeads,
-) -> tuple[Array, Array, Array]:
-    """Convolve and fold in one chunk of a row, whose first num_valid tokens are the row's.
+) -> tuple[Array, tuple[Array, Array]]:
+    """Convolve and fold in one chunk of a row, whose first num_valid tokens are the row's; the rest are zeros.
 
-    old_WF: the row's last inputs before the chunk. Returns outputs [C, V, d] (anything for
-    tokens past num_valid), the next old_WF and the next state; float32.
+    window [W*F]: the row's last inputs before the chunk. Returns outputs [C, V, d] (anything for
+    tokens past num_valid), the next window and the next state; float32.
     """
     C, (num_taps, F) = in_CF.shape[0], taps_KF.shape
-    valid_C1 = (jnp.arange(C) < num_valid)[:, None]
-    # Other rows' tokens are cleared, not only weighted by 0: they may hold NaN.
-    in_XF = jnp.concatenate([old_WF, jnp.where(valid_C1, in_CF, 0)], axis=0, dtype=jnp.float32)
+    in_XF = jnp.concatenate([window.reshape(-1, F), in_CF])
     conv_CF = sum((in_XF[tap : tap + C] * taps_KF[tap] for tap in range(num_taps)), jnp.zeros((C, F), jnp.float32))
-    old_WF = lax.dynamic_slice_in_dim(in_XF, num_valid, num_taps - 1)
+    window = lax.dynamic_slice_in_dim(in_XF, num_valid, num_taps - 1).reshape(-1)
     q_QCk, k_QCk, v_VCd = (x.swapaxes(0, 1) for x in _gdn_split(conv_CF, heads))
     # With beta = 0 and g = 0 a token leaves the state as it is.
-    beta_VC = jnp.where(valid_C1, beta_CV, 0).T
-    g_VC = jnp.where(valid_C1.reshape(C, *(1,) * (g_C.ndim - 1)), g_C, 0).swapaxes(0, 1)
     solve = _gdn_solve if g_C.ndim == 2 else _gdn_channel_solve
-    o_VCd, state_Vkd = solve(q_QCk, k_QCk, v_VCd, beta_VC, g_VC, state_Vkd)
-    return o_VCd.swapaxes(0, 1), old_WF, state_Vkd
+    o_VCd, state_Vkd = solve(q_QCk, k_QCk, v_VCd, beta_CV.T, g_C.swapaxes(0, 1), state_Vkd)
+    return o_VCd.swapaxes(0, 1), (window, state_Vkd)
 
 
 def _gdn_solve(
@@ -319,21 +230,21 @@ def _gdn_solve(
     """
     group, C = v_VCd.shape[0] // q_QCk.shape[0], q_QCk.shape[1]
     q_VCk, k_VCk = jnp.repeat(q_QCk, group, axis=0), jnp.repeat(k_QCk, group, axis=0)
-    kk_Vij = jnp.repeat(_gdn_einsum("qik,qjk->qij", k_QCk, k_QCk), group, axis=0)
-    qk_Vij = jnp.repeat(_gdn_einsum("qik,qjk->qij", q_QCk, k_QCk), group, axis=0)
+    kk_Vij = jnp.repeat(einsum_f32("qik,qjk->qij", k_QCk, k_QCk), group, axis=0)
+    qk_Vij = jnp.repeat(einsum_f32("qik,qjk->qij", q_QCk, k_QCk), group, axis=0)
     sum_VC = jnp.cumsum(g_VC, axis=1)
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None]
     decay_Vij = jnp.exp(jnp.where(i >= j, sum_VC[:, :, None] - sum_VC[:, None, :], -jnp.inf))
     decay_VC1, beta_VC1 = jnp.exp(sum_VC)[..., None], beta_VC[..., None]
 
     inverse_Vij = _gdn_invert(jnp.where(i > j, beta_VC1 * kk_Vij * decay_Vij, 0))
-    rest_VCd = beta_VC1 * (v_VCd - decay_VC1 * _gdn_einsum("vck,vkd->vcd", k_VCk, state_Vkd))
-    u_VCd = _gdn_einsum("vij,vjd->vid", inverse_Vij, rest_VCd)
-    o_VCd = decay_VC1 * _gdn_einsum("vck,vkd->vcd", q_VCk, state_Vkd)
-    o_VCd = o_VCd + _gdn_einsum("vij,vjd->vid", qk_Vij * decay_Vij, u_VCd)
+    rest_VCd = beta_VC1 * (v_VCd - decay_VC1 * einsum_f32("vck,vkd->vcd", k_VCk, state_Vkd))
+    u_VCd = einsum_f32("vij,vjd->vid", inverse_Vij, rest_VCd)
+    o_VCd = decay_VC1 * einsum_f32("vck,vkd->vcd", q_VCk, state_Vkd)
+    o_VCd = o_VCd + einsum_f32("vij,vjd->vid", qk_Vij * decay_Vij, u_VCd)
     end_V1 = sum_VC[:, -1:]
     late_u_VCd = jnp.exp(end_V1 - sum_VC)[..., None] * u_VCd
-    state_Vkd = jnp.exp(end_V1)[..., None] * state_Vkd + _gdn_einsum("vck,vcd->vkd", k_VCk, late_u_VCd)
+    state_Vkd = jnp.exp(end_V1)[..., None] * state_Vkd + einsum_f32("vck,vcd->vkd", k_VCk, late_u_VCd)
     return o_VCd, state_Vkd
 
 
@@ -349,11 +260,11 @@ def _gdn_channel_solve(
     until_end_VCk = jnp.exp(_gdn_masked_sums(j > i, g_VCk))
     beta_VC1 = beta_VC[..., None]
 
-    rest_VCd = beta_VC1 * (v_VCd - _gdn_einsum("vck,vkd->vcd", k_VCk * since_start_VCk, state_Vkd))
-    u_VCd = _gdn_einsum("vij,vjd->vid", _gdn_invert(beta_VC1 * kk_Vij), rest_VCd)
-    o_VCd = _gdn_einsum("vck,vkd->vcd", q_VCk * since_start_VCk, state_Vkd)
-    o_VCd = o_VCd + _gdn_einsum("vij,vjd->vid", qk_Vij, u_VCd)
-    new_Vkd = _gdn_einsum("vck,vcd->vkd", k_VCk * until_end_VCk, u_VCd)
+    rest_VCd = beta_VC1 * (v_VCd - einsum_f32("vck,vkd->vcd", k_VCk * since_start_VCk, state_Vkd))
+    u_VCd = einsum_f32("vij,vjd->vid", _gdn_invert(beta_VC1 * kk_Vij), rest_VCd)
+    o_VCd = einsum_f32("vck,vkd->vcd", q_VCk * since_start_VCk, state_Vkd)
+    o_VCd = o_VCd + einsum_f32("vij,vjd->vid", qk_Vij, u_VCd)
+    new_Vkd = einsum_f32("vck,vcd->vkd", k_VCk * until_end_VCk, u_VCd)
     return o_VCd, since_start_VCk[:, -1, :, None] * state_Vkd + new_Vkd
 
 
@@ -377,15 +288,15 @@ def _gdn_decayed_products(q_VCk: Array, k_VCk: Array, g_VCk: Array) -> tuple[Arr
         decay_VCk = jnp.exp(_gdn_masked_sums(from_border, g_VCk))
         joins = behind & (block_j == block_i - 1)
         near_VCk = k_VCk * decay_VCk
-        qk_Vij = jnp.where(joins, _gdn_einsum("vik,vjk->vij", q_VCk * decay_VCk, near_VCk), qk_Vij)
-        kk_Vij = jnp.where(joins, _gdn_einsum("vik,vjk->vij", near_VCk, near_VCk), kk_Vij)
+        qk_Vij = jnp.where(joins, einsum_f32("vik,vjk->vij", q_VCk * decay_VCk, near_VCk), qk_Vij)
+        kk_Vij = jnp.where(joins, einsum_f32("vik,vjk->vij", near_VCk, near_VCk), kk_Vij)
         size *= 2
     return qk_Vij, kk_Vij
 
 
 def _gdn_masked_sums(mask_ij: Array, g_VCk: Array) -> Array:
     """For each token i the sum of g over the tokens j of its mask."""
-    return _gdn_einsum("ij,vjk->vik", mask_ij.astype(jnp.float32), g_VCk)
+    return einsum_f32("ij,vjk->vik", mask_ij.astype(jnp.float32), g_VCk)
 
 
 def _gdn_invert(lower_Vij: Array) -> Array:
@@ -401,8 +312,8 @@ def _gdn_invert(lower_Vij: Array) -> Array:
     size = 2
     while size < C:
         joins = (i // size % 2 == 1) & (j // size == i // size - 1)
-        step = _gdn_einsum("vij,vjk->vik", inverse, jnp.where(joins, lower_Vij, 0))
-        inverse = inverse - _gdn_einsum("vij,vjk->vik", step, inverse)
+        step = einsum_f32("vij,vjk->vik", inverse, jnp.where(joins, lower_Vij, 0))
+        inverse = inverse - einsum_f32("vij,vjk->vik", step, inverse)
         size *= 2
     return inverse
 

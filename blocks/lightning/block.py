@@ -19,6 +19,7 @@ from ..core.declare import (
     SlotState,
     Variant,
     Weight,
+    rms_only,
 )
 
 
@@ -26,7 +27,7 @@ class Fields(BlockFields):
     """num_heads heads of head_dim each; every head has its own queries, keys and values.
 
     decay_layers: the layer count the decay slopes are spread over (they fall with the layer's
-    absolute index, see xla.py); the model's. activation: of q, k and v. out_norm: over all
+    absolute index, see xla.py), at least the model's. activation: of q, k and v. out_norm: over all
     heads' outputs together.
     """
 
@@ -52,12 +53,12 @@ VARIANTS = (
 
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
-    """The output norm is an RMS norm."""
-    norm = fields.out_norm.resolve(dims.norm)
-    if norm.kind == "rms" and not norm.bias:
-        return []
-    text = "the output norm is an RMS norm without bias"
-    return [FieldProblem(("out_norm",), text, "out_norm: {kind: rms, bias: false}")]
+    """The output norm is an RMS norm; every layer of the model decays."""
+    found = rms_only(("out_norm",), fields.out_norm.resolve(dims.norm), "the output norm is")
+    if dims.num_layers is not None and fields.decay_layers < dims.num_layers:
+        text = f"decays spread over {fields.decay_layers} layers would be growth in the last of {dims.num_layers}"
+        found.append(FieldProblem(("decay_layers",), text, f"at least {dims.num_layers}"))
+    return found
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:

@@ -1,18 +1,16 @@
 """Work of lightning attention in its XLA variant (xla.py), on one device."""
 
 from collections.abc import Mapping
-from math import gcd
 
 from ..collectives.cost import TP, sum_over_heads
 from ..core.declare import ModelDims
-from ..core.work import Collective, Gemm, Load, Stream, Term, Vector, itemsize
+from ..core.recurrence_work import chunk, chunk_tuning, recur
+from ..core.work import Collective, Gemm, Load, Stream, Term
 from .block import Fields
 
 # Prefill tokens of one step, at most: the head dim of published models, where products inside
 # a chunk cost as much as those with the state.
 _MAX_CHUNK = 128
-# xla.py's decode step reads the state for the output, reads it again for the update and writes it.
-_STATE_PASSES = 3
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
@@ -21,7 +19,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     width = _heads(fields, load) * fields.head_dim
     return (
         Gemm("project in", load.tokens, 4 * width, dims.hidden_size, act, weight),  # q, k, v, gate
-        *_decode(fields, load),
+        *recur(load, _state_values(fields, load), 5),
         *_prefill(fields, load),
         *_norm(load),
         Gemm("project out", load.tokens, dims.hidden_size, width, act, weight),
@@ -31,16 +29,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
     """Prefill chunk length, the same in every bucket."""
-    return {"chunk": min(map(chunk, loads.values()))}
-
-
-def chunk(load: Load) -> int:
-    """Tokens of one chunk: a divisor of the page size.
-
-    Chunks start where a row's tokens start, which is a page border: so a prefix is cut into the
-    same chunks whether it was cached or not.
-    """
-    return gcd(_MAX_CHUNK, load.page_size)
+    return chunk_tuning(loads, _MAX_CHUNK)
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -65,23 +54,11 @@ def _norm(load: Load) -> tuple[Collective, ...]:
     return (Collective("norm heads", "all-reduce", TP, "float32", (load.tokens, 1), what),)
 
 
-def _decode(fields: Fields, load: Load) -> tuple[Term, ...]:
-    """One row at a time: its state is read, updated and written."""
-    if not load.decode_rows:
-        return ()
-    values = _state_values(fields, load)
-    state = values * itemsize(load.dtypes.state)
-    return (
-        Stream("recur", _STATE_PASSES * load.decode_rows * state, state),
-        Vector("recur", 5 * load.decode_rows * values),
-    )
-
-
 def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     """Chunk by chunk; products of the float32 state math, the state read and written per chunk."""
     if not load.prefill_tokens:
         return ()
-    size, dim = chunk(load), fields.head_dim
+    size, dim = chunk(load, _MAX_CHUNK), fields.head_dim
     chunks = load.prefill_tokens / size
     count = chunks * _heads(fields, load)
     state = _state_values(fields, load) * 4

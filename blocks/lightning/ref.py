@@ -4,6 +4,8 @@ Legend: S rows, T tokens, D hidden, H heads, k = d = head dim (of keys, of value
 this block. Not jittable: it reads the batch on the host.
 """
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -61,11 +63,10 @@ def lightning(
     return jnp.asarray(y_TF @ weight["w_o"]), jnp.asarray(state)
 
 
-def layer_slopes(num_heads: int, layer: int, num_layers: int) -> np.ndarray:
-    """The slopes of one layer [1, H], head by head, as in Hugging Face transformers 5.24."""
-    base = 1 / 2 ** (8 / num_heads)
-    factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
-    return np.asarray([[base ** (head + 1) * factor for head in range(num_heads)]], np.float32)
+def lightning_slopes(num_heads: int, layers: Iterable[int], num_layers: int) -> np.ndarray:
+    """How fast each head of each layer forgets [L, H], one by one, as in Hugging Face transformers 5.24."""
+    base, factors = 1 / 2 ** (8 / num_heads), [1 - layer / (num_layers - 1 + 1e-5) + 1e-5 for layer in layers]
+    return np.asarray([[base ** (head + 1) * factor for head in range(num_heads)] for factor in factors], np.float32)
 
 
-__all__ = ["layer_slopes", "lightning"]
+__all__ = ["lightning", "lightning_slopes"]

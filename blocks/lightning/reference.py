@@ -31,7 +31,7 @@ def apply(
         batch,
         rows,
         pool_layer=0,
-        slopes_LG=ref.layer_slopes(fields.num_heads, layer, fields.decay_layers),
+        slopes_LG=ref.lightning_slopes(fields.num_heads, (layer,), fields.decay_layers),
         num_heads=fields.num_heads,
         head_dim=fields.head_dim,
         norm_eps=norm.eps,

@@ -18,6 +18,7 @@ from ..core.declare import (
     SlotState,
     Variant,
     Weight,
+    rms_only,
 )
 
 
@@ -25,7 +26,8 @@ class Fields(BlockFields):
     """inner_size channels, each with a state of state_size; dt, B and C are computed from the convolved channels.
 
     dt_rank: width dt passes through. conv_kernel: taps of the causal depthwise convolution.
-    input_norms: RMS norms of dt (before its second projection), B and C; norm: what they are.
+    input_norms: RMS norms of dt (before its second projection), B and C, and what they change of
+    the model's default norm; null = none.
     """
 
     kind: Literal["mamba1"]
@@ -35,8 +37,7 @@ class Fields(BlockFields):
     conv_kernel: int = Field(gt=1)
     conv_bias: bool = False
     proj_bias: bool = False
-    input_norms: bool = False
-    norm: NormOverride = NormOverride()
+    input_norms: NormOverride | None = None
 
 
 SLOT = "mixer"
@@ -54,11 +55,9 @@ VARIANTS = (
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
     """The norms, where there are any, are of the implemented kind."""
-    norm = fields.norm.resolve(dims.norm)
-    if not fields.input_norms or (norm.kind == "rms" and not norm.bias):
+    if fields.input_norms is None:
         return []
-    text = "the norms of dt, B and C are RMS norms without bias"
-    return [FieldProblem(("norm",), text, "write norm: {kind: rms, bias: false}")]
+    return rms_only(("input_norms",), fields.input_norms.resolve(dims.norm), "each norm of dt, B and C is")
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
@@ -75,7 +74,7 @@ def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
     if fields.conv_bias:
         found["conv_bias"] = Weight((inner,), (axis,), "gain", init="bias")
     found |= {f"x_{part}": Weight((inner, n), (axis, None), "linear", linear=True) for part, n in parts.items()}
-    if fields.input_norms:
+    if fields.input_norms is not None:
         found |= {f"{part}_norm": Weight((n,), (None,), "gain", init="gain") for part, n in parts.items()}
     found |= {
         "w_dt": Weight((rank, inner), (None, axis), "linear", linear=True),

@@ -1,13 +1,12 @@
 """What a Mamba block adds to an emitted program."""
 
-from ..core.declare import NormFields
 from ..core.emission import Constant, Emission, Site, sum_over_heads
 from .block import Fields
 
 
 def emit(fields: Fields, site: Site) -> Emission:
     """Constants and call of Mamba under the site's cut."""
-    imports, combine = sum_over_heads(site)
+    imports, combine = sum_over_heads(site, "b_o" if fields.proj_bias else None)
     name = site.prefix
     return Emission(
         imports=((site.module, "mamba1"), *imports),
@@ -19,20 +18,17 @@ def emit(fields: Fields, site: Site) -> Emission:
         fields={
             "name": site.name,
             "p": name,
-            "options": _options(fields, site, fields.norm.resolve(site.dims.norm)),
+            "options": _options(fields, site),
             "combine": combine,
-            "out_bias": fields.proj_bias,
         },
     )
 
 
-def _options(fields: Fields, site: Site, norm: NormFields) -> tuple[str, ...]:
+def _options(fields: Fields, site: Site) -> tuple[str, ...]:
     """Keywords of the options in use; the others keep their defaults."""
-    words = {
-        "conv_bias=True": fields.conv_bias,
-        "proj_bias=True": fields.proj_bias,
-        f"norm_eps={norm.eps!r}": fields.input_norms,
-        "norm_zero_centered=True": fields.input_norms and norm.zero_centered,
-        "sum_axes=TENSOR": site.tp > 1,
-    }
+    words = {"conv_bias=True": fields.conv_bias, "proj_bias=True": fields.proj_bias}
+    if fields.input_norms is not None:
+        norm = fields.input_norms.resolve(site.dims.norm)
+        words |= {f"norm_eps={norm.eps!r}": True, "norm_zero_centered=True": norm.zero_centered}
+    words["sum_axes=TENSOR"] = site.tp > 1
     return tuple(word for word, used in words.items() if used)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..activation.ref import activate
 from ..core.batch import Batch, Rows
 
 
@@ -52,7 +53,7 @@ def mamba1(
             window_KI, state_NI = np.zeros_like(window_KI), np.zeros_like(state_NI)
         for t in range(cu_q[row], cu_q[row + 1]):
             window_KI = np.concatenate([window_KI, x_TI[t : t + 1]])
-            x_I = _silu(np.sum(window_KI * weight["conv"].T, axis=0) + bias_I)
+            x_I = activate(np.sum(window_KI * weight["conv"].T, axis=0) + bias_I, "silu")
             window_KI = window_KI[1:]
             dt_r, b_N, c_N = (x_I @ weight[f"x_{name}"] for name in ("dt", "b", "c"))
             if norm_eps is not None:
@@ -60,16 +61,12 @@ def mamba1(
                     _rms(value, weight[f"{name}_norm"] + np.float32(norm_zero_centered), norm_eps)
                     for name, value in (("dt", dt_r), ("b", b_N), ("c", c_N))
                 )
-            dt_I = np.logaddexp(0, dt_r @ weight["w_dt"] + weight["dt_bias"])  # softplus
+            dt_I = activate(dt_r @ weight["w_dt"] + weight["dt_bias"], "softplus")
             state_NI = np.exp(dt_I * decay_rate_NI) * state_NI + b_N[:, None] * (dt_I * x_I)
-            y_TI[t] = (c_N @ state_NI + weight["d"] * x_I) * _silu(z_TI[t])
+            y_TI[t] = (c_N @ state_NI + weight["d"] * x_I) * activate(z_TI[t], "silu")
         conv[place] = window_KI.reshape(-1)
         state[place] = state_NI
     return jnp.asarray(y_TI @ weight["w_o"]), jnp.asarray(conv), jnp.asarray(state)
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * np.exp(-np.logaddexp(0, -x))  # no overflow at either end
 
 
 def _rms(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:

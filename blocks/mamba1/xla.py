@@ -6,18 +6,20 @@ Per token and channel, with time step dt > 0 and a = -exp(a_log):
     h <- e^(dt a) h + dt x B;  y = C h + d x
 A chunk is one associative scan over (decay, write) pairs. State math is float32, elementwise,
 and only values <= 0 are exponentiated. The projections follow the ambient precision.
-
-The state pool is loop-carried and updated in place, one slot of one layer at a time.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..activation.xla import activate
 from ..core.batch import Batch, Rows
 from ..core.causal_conv import causal_conv
+from ..core.linear import linear
 from ..core.norm import rms_norm
+from ..core.recurrence import over_chunks, over_decode_rows
 
 
 class _Mamba1Inputs(NamedTuple):
@@ -57,32 +59,23 @@ def mamba1(
     Returns out [T, D] in h's dtype, partial over tensor parallelism and without b_o, and the two pools.
     """
     assert w["conv"].shape[1] == conv_kernel, (w["conv"].shape, conv_kernel)
-    x_TI, z_TI = (_mamba1_linear(h_TD, w[name]) for name in ("w_x", "w_z"))
-    if proj_bias:
-        x_TI, z_TI = x_TI + w["b_x"].astype(x_TI.dtype), z_TI + w["b_z"].astype(z_TI.dtype)
+    x_TI, z_TI = (linear(h_TD, w[f"w_{name}"], w[f"b_{name}"] if proj_bias else None) for name in ("x", "z"))
     x_TI, conv_pool = causal_conv(
         x_TI, w["conv"], w["conv_bias"] if conv_bias else None, conv_pool, batch, rows,
         pool_layer=pool_layer, max_q=max_q,
     )  # fmt: skip
-    x_TI = _mamba1_silu(x_TI).astype(h_TD.dtype)
+    x_TI = activate(x_TI, "silu").astype(h_TD.dtype)
     inputs = _mamba1_inputs(x_TI, w, norm_eps, norm_zero_centered, sum_axes)
     rate_NI = -jnp.exp(w["a_log"].astype(jnp.float32).T)
 
-    y_TI, state_pool = _mamba1_decode(inputs, rate_NI, batch, rows, pool_layer, state_pool)
+    step, solve = partial(_mamba1_step, rate_NI), partial(_mamba1_chunk, rate_NI)
+    first = tuple(part[: batch.slot.shape[0]].astype(jnp.float32) for part in inputs)
+    y_TI, state_pool = over_decode_rows(step, first, x_TI.shape, h_TD.dtype, state_pool, pool_layer, batch)
     if max_q > 1:
-        y_TI, state_pool = _mamba1_prefill(inputs, rate_NI, batch, rows, pool_layer, y_TI, state_pool, chunk=chunk)
+        y_TI, (state_pool,) = over_chunks(solve, inputs, y_TI, (state_pool,), pool_layer, batch, rows, chunk=chunk)
     y_TI = y_TI.astype(jnp.float32) + w["d"].astype(jnp.float32) * x_TI.astype(jnp.float32)
-    y_TI = (y_TI * _mamba1_silu(z_TI.astype(jnp.float32))).astype(h_TD.dtype)
-    return _mamba1_linear(y_TI, w["w_o"]), conv_pool, state_pool
-
-
-def _mamba1_linear(x: Array, w: Array) -> Array:
-    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
-    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def _mamba1_silu(x: Array) -> Array:
-    return x * lax.logistic(x)
+    y_TI = (y_TI * activate(z_TI.astype(jnp.float32), "silu")).astype(h_TD.dtype)
+    return linear(y_TI, w["w_o"]), conv_pool, state_pool
 
 
 def _mamba1_inputs(
@@ -104,90 +97,26 @@ def _mamba1_inputs(
         ]
     dt_Tr, b_TN, c_TN = parts
     dt_TI = jnp.dot(dt_Tr.astype(x_TI.dtype), w["w_dt"], preferred_element_type=jnp.float32)
-    return _Mamba1Inputs(x_TI, jnp.logaddexp(dt_TI + w["dt_bias"].astype(jnp.float32), 0.0), b_TN, c_TN)
+    return _Mamba1Inputs(x_TI, activate(dt_TI + w["dt_bias"].astype(jnp.float32), "softplus"), b_TN, c_TN)
 
 
-def _mamba1_decode(
-    inputs: _Mamba1Inputs, rate_NI: Array, batch: Batch, rows: Rows, pool_layer: Array | int, state_pool: Array
+def _mamba1_step(
+    rate_NI: Array, x_I: Array, dt_I: Array, b_N: Array, c_N: Array, state_NI: Array
 ) -> tuple[Array, Array]:
-    """The decode rows (token s belongs to row s); outputs are zeros for other tokens. [T, I] without d x.
+    """One token: its output [I] without d x, and the state after it."""
+    state_NI = jnp.exp(dt_I * rate_NI) * state_NI + b_N[:, None] * (dt_I * x_I)
+    return jnp.sum(c_N[:, None] * state_NI, axis=0), state_NI
 
-    The states, S times N*I*4 bytes, go through a loop one row at a time, so that no second copy of them exists.
+
+def _mamba1_chunk(
+    rate_NI: Array, x_CI: Array, dt_CI: Array, b_CN: Array, c_CN: Array, num_valid: Array, state_NI: Array
+) -> tuple[Array, tuple[Array]]:
+    """C tokens of one row at once: outputs [C, I] without d x, and the state after them; float32.
+
+    Of tokens past num_valid everything is 0: with dt = 0 they leave the state as it is.
     """
-    T = inputs.x.shape[0]
-    S = min(T, batch.slot.shape[0])
-    slot_S = jnp.where((jnp.arange(S) < batch.distribution[0]) & rows.valid[:S], batch.slot[:S], 0)
-    x_SI, dt_SI, b_SN, c_SN = (part[:S].astype(jnp.float32) for part in inputs)
-
-    def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        y_SI, state_pool = carry
-        state_NI = _mamba1_read_state(state_pool, pool_layer, slot_S[s], batch.has_state[s])
-        state_NI = jnp.exp(dt_SI[s] * rate_NI) * state_NI + b_SN[s][:, None] * (dt_SI[s] * x_SI[s])
-        y_I = jnp.sum(c_SN[s][:, None] * state_NI, axis=0)
-        return y_SI.at[s].set(y_I), _mamba1_write_state(state_pool, pool_layer, slot_S[s], state_NI)
-
-    y_SI, state_pool = lax.fori_loop(0, batch.distribution[0], add_row, (jnp.zeros_like(x_SI), state_pool))
-    return jnp.pad(y_SI.astype(inputs.x.dtype), ((0, T - S), (0, 0))), state_pool
-
-
-def _mamba1_read_state(state_pool: Array, layer: Array | int, slot: Array, has_state: Array) -> Array:
-    """One slot's state [N, I] in float32; zeros (whatever the slot holds) without has_state."""
-    state = lax.dynamic_slice(state_pool, (layer, slot, 0, 0), (1, 1, *state_pool.shape[2:]))[0, 0]
-    return jnp.where(has_state, state.astype(jnp.float32), 0)
-
-
-def _mamba1_write_state(state_pool: Array, layer: Array | int, slot: Array, state_NI: Array) -> Array:
-    return lax.dynamic_update_slice(state_pool, state_NI.astype(state_pool.dtype)[None, None], (layer, slot, 0, 0))
-
-
-def _mamba1_prefill(
-    inputs: _Mamba1Inputs,
-    rate_NI: Array,
-    batch: Batch,
-    rows: Rows,
-    pool_layer: Array | int,
-    y_TI: Array,
-    state_pool: Array,
-    *,
-    chunk: int,
-) -> tuple[Array, Array]:
-    """The prefill rows' tokens into y_TI; chunks start at row starts, work items run in a loop.
-
-    All trip counts are dynamic. Within a row the state stays float32 from chunk to chunk; it
-    takes the pool's dtype at the end of the row.
-    """
-    T = y_TI.shape[0]
-    # `chunk` tokens of padding: the last chunk of the last row is then sliced whole.
-    *padded, y_TI = (jnp.pad(x, ((0, chunk), (0, 0))) for x in (*inputs, y_TI))
-
-    def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        y_TI, state_pool = carry
-        slot, q_len = batch.slot[s], rows.q_len[s]
-
-        def add_chunk(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            y_TI, state_NI = carry
-            first = batch.cu_q[s] + c * chunk
-            valid_C1 = (jnp.arange(chunk) < q_len - c * chunk)[:, None]
-            # Other rows' tokens are zeros: with dt = 0 they leave the state as it is.
-            items = (
-                jnp.where(valid_C1, lax.dynamic_slice_in_dim(x, first, chunk).astype(jnp.float32), 0) for x in padded
-            )  # fmt: skip
-            new_CI, state_NI = _mamba1_chunk(_Mamba1Inputs(*items), rate_NI, state_NI)
-            y_CI = jnp.where(valid_C1, new_CI.astype(y_TI.dtype), lax.dynamic_slice_in_dim(y_TI, first, chunk))
-            return lax.dynamic_update_slice_in_dim(y_TI, y_CI, first, 0), state_NI
-
-        state_NI = _mamba1_read_state(state_pool, pool_layer, slot, batch.has_state[s])
-        y_TI, state_NI = lax.fori_loop(0, (q_len + chunk - 1) // chunk, add_chunk, (y_TI, state_NI))
-        return y_TI, _mamba1_write_state(state_pool, pool_layer, slot, state_NI)
-
-    y_TI, state_pool = lax.fori_loop(batch.distribution[0], batch.distribution[1], add_row, (y_TI, state_pool))
-    return y_TI[:T], state_pool
-
-
-def _mamba1_chunk(items: _Mamba1Inputs, rate_NI: Array, state_NI: Array) -> tuple[Array, Array]:
-    """C tokens of one row at once: outputs [C, I] (without d x) and the state after them; float32."""
-    decay_CNI = jnp.exp(items.dt[:, None, :] * rate_NI)
-    write_CNI = items.b[:, :, None] * (items.dt * items.x)[:, None, :]
+    decay_CNI = jnp.exp(dt_CI[:, None, :] * rate_NI)
+    write_CNI = b_CN[:, :, None] * (dt_CI * x_CI)[:, None, :]
     # The old state is written before the first token; decays are then applied to it like to any write.
     write_CNI = write_CNI.at[0].add(decay_CNI[0] * state_NI)
 
@@ -195,7 +124,7 @@ def _mamba1_chunk(items: _Mamba1Inputs, rate_NI: Array, state_NI: Array) -> tupl
         return early[0] * late[0], late[0] * early[1] + late[1]
 
     _, state_CNI = lax.associative_scan(join, (decay_CNI, write_CNI))
-    return jnp.sum(items.c[:, :, None] * state_CNI, axis=1), state_CNI[-1]
+    return jnp.sum(c_CN[:, :, None] * state_CNI, axis=1), (state_CNI[-1],)
 
 
 __all__ = ["mamba1"]

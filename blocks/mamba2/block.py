@@ -10,6 +10,7 @@ from pydantic import Field
 from ..core.declare import (
     AxisRole,
     BlockFields,
+    Declared,
     FieldProblem,
     HeadCut,
     ModelDims,
@@ -19,10 +20,11 @@ from ..core.declare import (
     Variant,
     Weight,
     divisors,
+    rms_only,
 )
 
 
-class TimeStep(BlockFields):
+class TimeStep(Declared):
     """Limits of every time step, after softplus; max null = none."""
 
     min: float = Field(default=0.0, ge=0)
@@ -32,8 +34,8 @@ class TimeStep(BlockFields):
 class Fields(BlockFields):
     """num_heads heads of head_dim channels; those of one of num_groups groups share B and C of state_size.
 
-    conv_kernel: taps of the causal depthwise convolution over x, B and C. norm: the gated
-    output norm, one group of channels at a time.
+    conv_kernel: taps of the causal depthwise convolution over x, B and C. out_norm: the gated
+    norm, one group of channels at a time.
     """
 
     kind: Literal["mamba2"]
@@ -45,7 +47,7 @@ class Fields(BlockFields):
     conv_bias: bool = False
     proj_bias: bool = False
     time_step: TimeStep = TimeStep()
-    norm: NormOverride = NormOverride()
+    out_norm: NormOverride = NormOverride()
 
     @property
     def inner(self) -> int:
@@ -75,11 +77,7 @@ def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
     limits = fields.time_step
     if limits.max is not None and limits.max <= limits.min:
         found.append(FieldProblem(("time_step", "max"), f"{limits.max} is not above time_step.min = {limits.min}"))
-    norm = fields.norm.resolve(dims.norm)
-    if norm.kind != "rms" or norm.bias:
-        text = "the gated norm is an RMS norm without bias"
-        found.append(FieldProblem(("norm",), text, "write norm: {kind: rms, bias: false}"))
-    return found
+    return found + rms_only(("out_norm",), fields.out_norm.resolve(dims.norm), "the gated norm is")
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:

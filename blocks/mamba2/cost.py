@@ -1,19 +1,17 @@
 """Work of Mamba-2 in its XLA variant (xla.py), on one device."""
 
 from collections.abc import Mapping
-from math import gcd
 
 from ..collectives.cost import TP, sum_over_heads
 from ..core.causal_conv_work import convolve, window_bytes
 from ..core.declare import ModelDims
+from ..core.recurrence_work import chunk, chunk_tuning, recur
 from ..core.work import Collective, Gemm, Load, Stream, Term, Vector, itemsize
 from .block import Fields
 
 # Prefill tokens solved at once, at most. A token costs about 2*C*P within its chunk and 4*N*P through
 # the state, per head: they balance at C = 2*N, and longer chunks read and write the state less often.
 _MAX_CHUNK = 128
-# xla.py's decode step: the state is read, written, and read again for the output.
-_STATE_PASSES = 3
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
@@ -23,7 +21,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     return (
         Gemm("project in", load.tokens, inner + channels + heads, dims.hidden_size, act, weight),
         *convolve(load, channels, fields.conv_kernel),
-        *_decode(fields, load),
+        *recur(load, _state_values(fields, load), 5),
         *_prefill(fields, load),
         *_shared_norm(fields, load),
         Gemm("project out", load.tokens, dims.hidden_size, inner, act, weight),
@@ -33,16 +31,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
     """Prefill chunk length, the same in every bucket."""
-    return {"chunk": min(map(chunk, loads.values()))}
-
-
-def chunk(load: Load) -> int:
-    """Tokens of one chunk: a divisor of the page size.
-
-    Chunks start where a row's tokens start, which is a page border: so a prefix is cut into the
-    same chunks whether it was cached or not.
-    """
-    return gcd(_MAX_CHUNK, load.page_size)
+    return chunk_tuning(loads, _MAX_CHUNK)
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -50,7 +39,7 @@ def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
     inner, channels, act = _inner(fields, load), _channels(fields, load), itemsize(load.dtypes.activation)
     per_token = (3 * channels + 2 * inner) * act + 2 * inner * 4
     windows = 2 * window_bytes(load, channels, fields.conv_kernel)
-    pairs = 3 * _heads(fields, load) * chunk(load) ** 2 * 4 if load.prefill_tokens else 0
+    pairs = 3 * _heads(fields, load) * chunk(load, _MAX_CHUNK) ** 2 * 4 if load.prefill_tokens else 0
     return int(load.tokens * per_token + windows + pairs + 4 * _state_values(fields, load) * 4)
 
 
@@ -84,23 +73,11 @@ def _shared_norm(fields: Fields, load: Load) -> tuple[Collective, ...]:
     return (Collective("norm groups", "all-reduce", TP, "float32", shape, what),)
 
 
-def _decode(fields: Fields, load: Load) -> tuple[Term, ...]:
-    """One row at a time: its state is read, updated and written."""
-    if not load.decode_rows:
-        return ()
-    values = _state_values(fields, load)
-    state = values * itemsize(load.dtypes.state)
-    return (
-        Stream("recur", _STATE_PASSES * load.decode_rows * state, state),
-        Vector("recur", 5 * load.decode_rows * values),
-    )
-
-
 def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     """Chunk by chunk; products of the float32 state math, the state read and written per chunk."""
     if not load.prefill_tokens:
         return ()
-    size, dim, width = chunk(load), fields.head_dim, fields.state_size
+    size, dim, width = chunk(load, _MAX_CHUNK), fields.head_dim, fields.state_size
     chunks = load.prefill_tokens / size
     heads, groups = chunks * _heads(fields, load), chunks * _groups(fields, load)
     state = _state_values(fields, load) * 4

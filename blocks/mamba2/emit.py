@@ -6,8 +6,8 @@ from .block import Fields
 
 def emit(fields: Fields, site: Site) -> Emission:
     """Constants and call of Mamba-2 under the site's cut."""
-    norm = fields.norm.resolve(site.dims.norm)
-    imports, combine = sum_over_heads(site)
+    norm = fields.out_norm.resolve(site.dims.norm)
+    imports, combine = sum_over_heads(site, "b_o" if fields.proj_bias else None)
     return Emission(
         imports=((site.module, "mamba2"), *imports),
         constants=_constants(fields, site),
@@ -19,7 +19,6 @@ def emit(fields: Fields, site: Site) -> Emission:
             "norm_eps": repr(norm.eps),
             "options": _options(fields, site, norm.zero_centered),
             "combine": combine,
-            "out_bias": fields.proj_bias,
         },
     )
 

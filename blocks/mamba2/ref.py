@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..activation.ref import activate
 from ..core.batch import Batch, Rows
 
 
@@ -50,8 +51,7 @@ def mamba2(
     in_TF = np.concatenate([part[name] for name in ("x", "b", "c")], axis=1)
     taps_FK = np.concatenate([weight[f"conv_{name}"] for name in ("x", "b", "c")])
     bias_F = np.concatenate([weight[f"conv_{name}_bias"] for name in ("x", "b", "c")]) if conv_bias else np.float32(0)
-    # softplus is log(1 + e^x).
-    dt_TH = np.clip(np.logaddexp(0, part["dt"] + weight["dt_bias"]), time_step_min, time_step_max)
+    dt_TH = np.clip(activate(part["dt"] + weight["dt_bias"], "softplus"), time_step_min, time_step_max)
 
     conv, conv_bc, state = (np.array(pool) for pool in (conv_pool, conv_bc_pool, state_pool))
     y_THP = np.zeros((T, H, P), np.float32)
@@ -66,7 +66,7 @@ def mamba2(
             window_KF, state_HPN = np.zeros_like(window_KF), np.zeros_like(state_HPN)
         for t in range(cu_q[row], cu_q[row + 1]):
             window_KF = np.concatenate([window_KF, in_TF[t : t + 1]])
-            m_F = _silu(np.sum(window_KF * taps_FK.T, axis=0) + bias_F)
+            m_F = activate(np.sum(window_KF * taps_FK.T, axis=0) + bias_F, "silu")
             window_KF = window_KF[1:]
             x_HP = m_F[: H * P].reshape(H, P)
             b_HN, c_HN = (np.repeat(half.reshape(G, N), H // G, axis=0) for half in np.split(m_F[H * P :], 2))
@@ -77,14 +77,10 @@ def mamba2(
         conv[place] = window_KF[:, : H * P].reshape(-1)
         conv_bc[place] = window_KF[:, H * P :].reshape(-1)
         state[place] = state_HPN
-    gated_TGi = (y_THP.reshape(T, -1) * _silu(part["z"])).reshape(T, G, -1)
+    gated_TGi = (y_THP.reshape(T, -1) * activate(part["z"], "silu")).reshape(T, G, -1)
     normed_TGi = gated_TGi / np.sqrt(np.mean(gated_TGi**2, axis=-1, keepdims=True) + np.float32(norm_eps))
     out_TD = normed_TGi.reshape(T, -1) * (weight["out_norm"] + np.float32(norm_zero_centered)) @ weight["w_o"]
     return jnp.asarray(out_TD), jnp.asarray(conv), jnp.asarray(conv_bc), jnp.asarray(state)
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * np.exp(-np.logaddexp(0, -x))  # no overflow at either end
 
 
 __all__ = ["mamba2"]

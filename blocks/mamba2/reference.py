@@ -13,7 +13,7 @@ def apply(
     fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], batch: Batch, rows: Rows, x_TD: Array, layer: int
 ) -> Array:
     """The block's output [T, D] for one sequence of T tokens in slot 0; h_TD is the normed input."""
-    norm = fields.norm.resolve(dims.norm)
+    norm = fields.out_norm.resolve(dims.norm)
     conv, conv_bc, recurrent = (jnp.zeros((1, 1, *one.shape), jnp.float32) for one in state(fields, dims))
     y_TD, *_ = ref.mamba2(
         h_TD,

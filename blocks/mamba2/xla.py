@@ -11,8 +11,6 @@ State math is float32 whatever the pools' dtype, and its dot products are Precis
 TPU's default multiplies float32 in bfloat16, and the recurrence would carry that error along.
 The projections follow the ambient precision. Only values <= 0 are exponentiated, and they are
 sums of the tokens between, never differences of running sums, which cancel after a long decay.
-
-The state pool is loop-carried and updated in place, one slot of one layer at a time.
 """
 
 from typing import NamedTuple
@@ -20,8 +18,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..activation.xla import activate
 from ..core.batch import Batch, Rows
 from ..core.causal_conv import causal_conv
+from ..core.linear import einsum_f32, linear
+from ..core.norm import rms_scaled
+from ..core.recurrence import over_chunks, over_decode_rows
 
 
 class _Mamba2Inputs(NamedTuple):
@@ -71,9 +73,9 @@ def mamba2(
     Returns out [T, D] in h's dtype, partial over tensor parallelism and without b_o, and the three pools.
     """
     assert w["conv_x"].shape[1] == conv_kernel, (w["conv_x"].shape, conv_kernel)
-    part = {name: _mamba2_linear(h_TD, w[f"w_{name}"]) for name in ("z", "x", "b", "c", "dt")}
-    if proj_bias:
-        part = {name: value + w[f"b_{name}"].astype(value.dtype) for name, value in part.items()}
+    part = {
+        name: linear(h_TD, w[f"w_{name}"], w[f"b_{name}"] if proj_bias else None) for name in ("z", "x", "b", "c", "dt")
+    }
     x_TI, conv_pool = causal_conv(
         part["x"], w["conv_x"], w["conv_x_bias"] if conv_bias else None, conv_pool, batch, rows,
         pool_layer=pool_layer, max_q=max_q,
@@ -85,44 +87,34 @@ def mamba2(
         conv_bc_pool, batch, rows, pool_layer=pool_layer, max_q=max_q,
     )  # fmt: skip
     dt_TH = _mamba2_time_step(part["dt"], w["dt_bias"], time_step_min, time_step_max)
-    x_THP = _mamba2_silu(x_TI).astype(h_TD.dtype).reshape(-1, num_heads, head_dim)
-    bc_TM = _mamba2_silu(bc_TM).astype(h_TD.dtype)
+    x_THP = activate(x_TI, "silu").astype(h_TD.dtype).reshape(-1, num_heads, head_dim)
+    bc_TM = activate(bc_TM, "silu").astype(h_TD.dtype)
     b_TGN, c_TGN = (half.reshape(-1, num_groups, state_size) for half in jnp.split(bc_TM, 2, axis=1))
     inputs = _Mamba2Inputs(x_THP, b_TGN, c_TGN, dt_TH, dt_TH * -jnp.exp(w["a_log"].astype(jnp.float32)))
 
-    y_THP, state_pool = _mamba2_decode(inputs, batch, rows, pool_layer, state_pool)
+    first = _mamba2_rows(inputs, batch.slot.shape[0])
+    y_THP, state_pool = over_decode_rows(
+        _mamba2_step, first, x_THP.shape, h_TD.dtype, state_pool, pool_layer, batch
+    )  # fmt: skip
     if max_q > 1:
-        y_THP, state_pool = _mamba2_prefill(inputs, batch, rows, pool_layer, y_THP, state_pool, chunk=chunk)
+        y_THP, (state_pool,) = over_chunks(
+            _mamba2_chunk, inputs, y_THP, (state_pool,), pool_layer, batch, rows, chunk=chunk
+        )  # fmt: skip
     y_THP = y_THP.astype(jnp.float32) + w["d"].astype(jnp.float32)[:, None] * x_THP.astype(jnp.float32)
-    gated_TI = y_THP.reshape(x_TI.shape) * _mamba2_silu(part["z"].astype(jnp.float32))
+    gated_TI = y_THP.reshape(x_TI.shape) * activate(part["z"].astype(jnp.float32), "silu")
     gated_TGi = gated_TI.reshape(-1, num_groups, x_TI.shape[1] // num_groups)
-    normed_TGi = _mamba2_norm(gated_TGi, norm_eps, sum_axes, norm_groups)
-    normed_TI = normed_TGi.reshape(x_TI.shape) * (w["out_norm"].astype(jnp.float32) + norm_zero_centered)
-    return _mamba2_linear(normed_TI.astype(h_TD.dtype), w["w_o"]), conv_pool, conv_bc_pool, state_pool
-
-
-def _mamba2_linear(x: Array, w: Array) -> Array:
-    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
-    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def _mamba2_einsum(subscripts: str, a: Array, b: Array) -> Array:
-    """A float32 contraction of the state math (see the head of the file)."""
-    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
+    square_TG1, gain_Gi = _mamba2_mean_square(gated_TGi, sum_axes, norm_groups), w["out_norm"].reshape(num_groups, -1)
+    normed_TGi = rms_scaled(gated_TGi, gain_Gi, square_TG1, eps=norm_eps, zero_centered=norm_zero_centered)
+    return linear(normed_TGi.reshape(x_TI.shape).astype(h_TD.dtype), w["w_o"]), conv_pool, conv_bc_pool, state_pool
 
 
 def _mamba2_time_step(dt_TH: Array, bias_H: Array, least: float, most: float | None) -> Array:
     """softplus(dt + bias) within its limits, float32."""
-    dt_TH = jnp.logaddexp(dt_TH.astype(jnp.float32) + bias_H.astype(jnp.float32), 0.0)
-    return jnp.clip(dt_TH, least, most)
+    return jnp.clip(activate(dt_TH.astype(jnp.float32) + bias_H.astype(jnp.float32), "softplus"), least, most)
 
 
-def _mamba2_silu(x: Array) -> Array:
-    return x * lax.logistic(x)
-
-
-def _mamba2_norm(gated_TGi: Array, eps: float, sum_axes: tuple[str, ...], norm_groups: int) -> Array:
-    """x / sqrt(mean(x^2) + eps) over each group, which several neighbours along sum_axes may share.
+def _mamba2_mean_square(gated_TGi: Array, sum_axes: tuple[str, ...], norm_groups: int) -> Array:
+    """mean(x^2) over each group [T, G, 1], which several neighbours along sum_axes may share.
 
     Every device adds its sum of squares at its group's place, so that one small message serves all groups.
     """
@@ -134,112 +126,47 @@ def _mamba2_norm(gated_TGi: Array, eps: float, sum_axes: tuple[str, ...], norm_g
         all_Tg = lax.psum(jnp.where(mine_g, square_TG1[:, 0], 0), sum_axes)
         square_TG1 = jnp.sum(jnp.where(mine_g, all_Tg, 0), axis=1)[:, None, None]
         width = width * devices // norm_groups
-    return gated_TGi * lax.rsqrt(square_TG1 / width + eps)
+    return square_TG1 / width
 
 
-def _mamba2_decode(
-    inputs: _Mamba2Inputs, batch: Batch, rows: Rows, pool_layer: Array | int, state_pool: Array
+def _mamba2_rows(inputs: _Mamba2Inputs, num_rows: int) -> tuple[Array, ...]:
+    """What _mamba2_step reads of the first tokens, float32: writes [S, H, P], B and C [S, H, N], log decays [S, H]."""
+    x_SHP, b_SGN, c_SGN, dt_SH, log_decay_SH = (part[:num_rows].astype(jnp.float32) for part in inputs)
+    b_SHN, c_SHN = (jnp.repeat(part, x_SHP.shape[1] // part.shape[1], axis=1) for part in (b_SGN, c_SGN))
+    return dt_SH[:, :, None] * x_SHP, b_SHN, c_SHN, log_decay_SH
+
+
+def _mamba2_step(
+    write_HP: Array, b_HN: Array, c_HN: Array, log_decay_H: Array, state_HPN: Array
 ) -> tuple[Array, Array]:
-    """The decode rows (token s belongs to row s); outputs are zeros for other tokens. [T, H, P] without d x.
+    """One token: its output [H, P] without d x, and the state after it."""
+    state_HPN = jnp.exp(log_decay_H)[:, None, None] * state_HPN + write_HP[:, :, None] * b_HN[:, None, :]
+    return jnp.sum(state_HPN * c_HN[:, None, :], axis=2), state_HPN
 
-    The states, S times H*P*N*4 bytes, go through a loop one row at a time, so that no second copy of
-    them exists.
+
+def _mamba2_chunk(
+    x_CHP: Array, b_CGN: Array, c_CGN: Array, dt_CH: Array, log_decay_CH: Array, num_valid: Array, state_HPN: Array
+) -> tuple[Array, tuple[Array]]:
+    """C tokens of one row at once: outputs [C, H, P] (without d x) and the state after them; float32.
+
+    Of tokens past num_valid everything is 0: with dt = 0 they leave the state as it is.
     """
-    T, heads = inputs.x.shape[0], inputs.x.shape[1]
-    S = min(T, batch.slot.shape[0])
-    slot_S = jnp.where((jnp.arange(S) < batch.distribution[0]) & rows.valid[:S], batch.slot[:S], 0)
-    x_SHP, b_SGN, c_SGN, dt_SH, log_decay_SH = (part[:S].astype(jnp.float32) for part in inputs)
-    b_SHN, c_SHN = (jnp.repeat(part, heads // part.shape[1], axis=1) for part in (b_SGN, c_SGN))
-    write_SHP = dt_SH[:, :, None] * x_SHP
-
-    def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        y_SHP, state_pool = carry
-        state_HPN = _mamba2_read_state(state_pool, pool_layer, slot_S[s], batch.has_state[s])
-        decay_H11 = jnp.exp(log_decay_SH[s])[:, None, None]
-        state_HPN = decay_H11 * state_HPN + write_SHP[s][:, :, None] * b_SHN[s][:, None, :]
-        y_HP = jnp.sum(state_HPN * c_SHN[s][:, None, :], axis=2)
-        return y_SHP.at[s].set(y_HP), _mamba2_write_state(state_pool, pool_layer, slot_S[s], state_HPN)
-
-    y_SHP, state_pool = lax.fori_loop(0, batch.distribution[0], add_row, (jnp.zeros_like(x_SHP), state_pool))
-    return jnp.pad(y_SHP.astype(inputs.x.dtype), ((0, T - S), (0, 0), (0, 0))), state_pool
-
-
-def _mamba2_read_state(state_pool: Array, layer: Array | int, slot: Array, has_state: Array) -> Array:
-    """One slot's state [H, P, N] in float32; zeros (whatever the slot holds) without has_state."""
-    state = lax.dynamic_slice(state_pool, (layer, slot, 0, 0, 0), (1, 1, *state_pool.shape[2:]))[0, 0]
-    return jnp.where(has_state, state.astype(jnp.float32), 0)
-
-
-def _mamba2_write_state(state_pool: Array, layer: Array | int, slot: Array, state_HPN: Array) -> Array:
-    update = state_HPN.astype(state_pool.dtype)[None, None]
-    return lax.dynamic_update_slice(state_pool, update, (layer, slot, 0, 0, 0))
-
-
-def _mamba2_prefill(
-    inputs: _Mamba2Inputs,
-    batch: Batch,
-    rows: Rows,
-    pool_layer: Array | int,
-    y_THP: Array,
-    state_pool: Array,
-    *,
-    chunk: int,
-) -> tuple[Array, Array]:
-    """The prefill rows' tokens into y_THP; chunks start at row starts, work items run in a loop.
-
-    All trip counts are dynamic. Within a row the state stays float32 from chunk to chunk; it
-    takes the pool's dtype at the end of the row.
-    """
-    T = y_THP.shape[0]
-    # `chunk` tokens of padding: the last chunk of the last row is then sliced whole.
-    *padded, y_THP = (jnp.pad(x, ((0, chunk),) + ((0, 0),) * (x.ndim - 1)) for x in (*inputs, y_THP))
-
-    def add_row(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        y_THP, state_pool = carry
-        slot, q_len = batch.slot[s], rows.q_len[s]
-
-        def add_chunk(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            y_THP, state_HPN = carry
-            first = batch.cu_q[s] + c * chunk
-            valid_C = jnp.arange(chunk) < q_len - c * chunk
-            items = _Mamba2Inputs(*(_mamba2_slice(x, first, valid_C) for x in padded))
-            new_CHP, state_HPN = _mamba2_chunk(items, state_HPN)
-            old_CHP = lax.dynamic_slice_in_dim(y_THP, first, chunk)
-            y_CHP = jnp.where(valid_C[:, None, None], new_CHP.astype(y_THP.dtype), old_CHP)
-            return lax.dynamic_update_slice_in_dim(y_THP, y_CHP, first, 0), state_HPN
-
-        state_HPN = _mamba2_read_state(state_pool, pool_layer, slot, batch.has_state[s])
-        y_THP, state_HPN = lax.fori_loop(0, (q_len + chunk - 1) // chunk, add_chunk, (y_THP, state_HPN))
-        return y_THP, _mamba2_write_state(state_pool, pool_layer, slot, state_HPN)
-
-    y_THP, state_pool = lax.fori_loop(batch.distribution[0], batch.distribution[1], add_row, (y_THP, state_pool))
-    return y_THP[:T], state_pool
-
-
-def _mamba2_slice(x: Array, first: Array, valid_C: Array) -> Array:
-    """A chunk's tokens in float32. Other rows' tokens are zeros: with dt = 0 they leave the state as it is."""
-    x_C = lax.dynamic_slice_in_dim(x, first, valid_C.shape[0]).astype(jnp.float32)
-    return jnp.where(valid_C.reshape(-1, *(1,) * (x.ndim - 1)), x_C, 0)
-
-
-def _mamba2_chunk(items: _Mamba2Inputs, state_HPN: Array) -> tuple[Array, Array]:
-    """C tokens of one row at once: outputs [C, H, P] (without d x) and the state after them; float32."""
-    (C, H, P), (_, G, N) = items.x.shape, items.b.shape
+    (C, H, P), (_, G, N) = x_CHP.shape, b_CGN.shape
     R = H // G
-    write_GRCP = (items.dt[:, :, None] * items.x).reshape(C, G, R, P).transpose(1, 2, 0, 3)
-    b_GCN, c_GCN = items.b.swapaxes(0, 1), items.c.swapaxes(0, 1)
-    between_Hij = _mamba2_between(items.log_decay.T)
+    write_GRCP = (dt_CH[:, :, None] * x_CHP).reshape(C, G, R, P).transpose(1, 2, 0, 3)
+    b_GCN, c_GCN = b_CGN.swapaxes(0, 1), c_CGN.swapaxes(0, 1)
+    between_Hij = _mamba2_between(log_decay_CH.T)
     decay_GRij = jnp.exp(between_Hij).reshape(G, R, C, C)
     # From before the chunk to after token i, and from after token j to the chunk's end.
-    since_GRC1 = jnp.exp(jnp.cumsum(items.log_decay, axis=0)).T.reshape(G, R, C, 1)
+    since_GRC1 = jnp.exp(jnp.cumsum(log_decay_CH, axis=0)).T.reshape(G, R, C, 1)
     until_GRC1 = decay_GRij[:, :, -1, :, None]
 
     state_GRPN = state_HPN.reshape(G, R, P, N)
-    cb_Gij = _mamba2_einsum("gin,gjn->gij", c_GCN, b_GCN)
-    y_GRCP = _mamba2_einsum("grij,grjp->grip", decay_GRij * cb_Gij[:, None], write_GRCP)
-    y_GRCP = y_GRCP + since_GRC1 * _mamba2_einsum("gin,grpn->grip", c_GCN, state_GRPN)
-    state_GRPN = since_GRC1[:, :, -1:] * state_GRPN + _mamba2_einsum("grjp,gjn->grpn", until_GRC1 * write_GRCP, b_GCN)
-    return y_GRCP.transpose(2, 0, 1, 3).reshape(C, H, P), state_GRPN.reshape(H, P, N)
+    cb_Gij = einsum_f32("gin,gjn->gij", c_GCN, b_GCN)
+    y_GRCP = einsum_f32("grij,grjp->grip", decay_GRij * cb_Gij[:, None], write_GRCP)
+    y_GRCP = y_GRCP + since_GRC1 * einsum_f32("gin,grpn->grip", c_GCN, state_GRPN)
+    state_GRPN = since_GRC1[:, :, -1:] * state_GRPN + einsum_f32("grjp,gjn->grpn", until_GRC1 * write_GRCP, b_GCN)
+    return y_GRCP.transpose(2, 0, 1, 3).reshape(C, H, P), (state_GRPN.reshape(H, P, N),)
 
 
 def _mamba2_between(log_decay_HC: Array) -> Array:
@@ -247,7 +174,7 @@ def _mamba2_between(log_decay_HC: Array) -> Array:
     C = log_decay_HC.shape[1]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None]
     until_ik, after_kj = (i >= j).astype(jnp.float32), (i > j).astype(jnp.float32)
-    sums_Hij = _mamba2_einsum("hik,kj->hij", until_ik * log_decay_HC[:, None, :], after_kj)
+    sums_Hij = einsum_f32("hik,kj->hij", until_ik * log_decay_HC[:, None, :], after_kj)
     return jnp.where(i >= j, sums_Hij, -jnp.inf)
 
 

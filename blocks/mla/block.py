@@ -12,7 +12,6 @@ from pydantic import Field
 from ..core.declare import (
     AxisRole,
     BlockFields,
-    Declared,
     FieldProblem,
     HeadCut,
     ModelDims,
@@ -21,22 +20,10 @@ from ..core.declare import (
     SlotState,
     Variant,
     Weight,
+    rms_only,
 )
+from ..core.head_fields import OutputGate, Temperature, fused_width, gate_width
 from ..core.rope_fields import RopeFields, check_rope, score_mscale
-
-
-class Temperature(Declared):
-    """Queries grow with their position: times 1 + scale * log(1 + floor(position / floor))."""
-
-    floor: int = Field(gt=0)
-    scale: float
-
-
-class OutputGate(Declared):
-    """Each head's output times the activation of x W_g: one value per head, or one per element of it."""
-
-    activation: Literal["sigmoid"] = "sigmoid"
-    per: Literal["head", "element"] = "head"
 
 
 class Fields(BlockFields):
@@ -65,8 +52,6 @@ class Fields(BlockFields):
 
 
 SLOT = "mixer"
-_LANES = 128
-
 AXES: dict[str, AxisRole] = {"q_heads": "attention_tp"}
 
 VARIANTS = (
@@ -81,26 +66,21 @@ VARIANTS = (
 
 def check(fields: Fields, dims: ModelDims) -> list[FieldProblem]:
     """Rope rotates exactly the rope dims; the latent norms are RMS norms."""
-    problems = check_rope(fields.rope, fields.qk_rope_head_dim)
+    problems = check_rope(fields.rope, fields.qk_rope_head_dim, scores=fields.scale is None)
     if fields.rope and fields.rope.dim < fields.qk_rope_head_dim:
         text = f"rope dim {fields.rope.dim} must be qk_rope_head_dim {fields.qk_rope_head_dim}"
         problems.append(FieldProblem(("rope", "dim"), text))
-    norm = fields.norm.resolve(dims.norm)
-    if norm.kind != "rms" or norm.bias:
-        problems.append(
-            FieldProblem(("norm",), "the latent norms are RMS norms without bias", "set norm: {kind: rms, bias: false}")
-        )
-    return problems
+    return problems + rms_only(("norm",), fields.norm.resolve(dims.norm), "each latent norm is")
 
 
 def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
-    """Projections [in, out]; per head w_q and w_q_b hold columns [nope | rope], w_kv_b rows [key nope | value].
+    """Projections [in, out]; per head w_q and w_q_b hold columns [nope | rope | fused gate], w_kv_b rows [key | value].
 
     w_kv_b is [out, in], as checkpoints store it: each head's part is then one matrix, which the products per head in
     decode read in place; of [in, out] XLA makes a transposed copy in every layer.
     """
     hidden, heads, latent = dims.hidden_size, fields.num_heads, fields.kv_lora_rank
-    q_width = heads * (fields.qk_nope_head_dim + fields.qk_rope_head_dim)
+    q_width = heads * (query_dim(fields) + fused_width(fields.output_gate, fields.v_head_dim))
     kv_width = heads * (fields.qk_nope_head_dim + fields.v_head_dim)
     found = _query_weights(fields, hidden, q_width) | {
         "w_kv_a": _linear(hidden, latent + fields.qk_rope_head_dim),
@@ -108,16 +88,31 @@ def weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
         "w_kv_b": Weight((kv_width, latent), ("q_heads", None), "linear"),
         "w_o": Weight((heads * fields.v_head_dim, hidden), ("q_heads", None), "linear", linear=True),
     }
-    if fields.output_gate:
-        found["w_g"] = _linear(hidden, heads * gate_width(fields), "q_heads")
+    if fields.output_gate and fields.output_gate.stored == "own":
+        found["w_g"] = _linear(hidden, heads * gate_width(fields.output_gate, fields.v_head_dim), "q_heads")
     if fields.bias:
         found |= {"b_kv_a": _bias(latent + fields.qk_rope_head_dim), "b_o": _bias(hidden)}
     return found
 
 
 def state(fields: Fields, dims: ModelDims) -> tuple[PagedState | SlotState, ...]:
-    """One cached row per token, the same for all heads: the normed latent, the rotated shared key, zeros."""
-    return (PagedState((row_width(fields.kv_lora_rank + fields.qk_rope_head_dim),), (None,)),)
+    """One cached row per token, the same for all heads: the normed latent, the rotated shared key."""
+    return (cached_row(fields),)
+
+
+def cached_row(fields: Fields) -> PagedState:
+    """What a token leaves in the cache; xla.py takes pools with longer rows."""
+    return PagedState((row_values(fields),), (None,), row_aligned=True)
+
+
+def row_values(fields: Fields) -> int:
+    """Values computed per cached token, whatever the heads a device holds."""
+    return fields.kv_lora_rank + fields.qk_rope_head_dim
+
+
+def query_dim(fields: Fields) -> int:
+    """Dims of a head's query and key."""
+    return fields.qk_nope_head_dim + fields.qk_rope_head_dim
 
 
 def cuts(fields: Fields) -> tuple[HeadCut, ...]:
@@ -125,26 +120,9 @@ def cuts(fields: Fields) -> tuple[HeadCut, ...]:
     return (HeadCut("q_heads", fields.num_heads),)
 
 
-def row_width(values: int) -> int:
-    """Values of a cached row that holds `values`: long rows end at a multiple of 128, and the rest is unused.
-
-    Where memory is tiled by 128 lanes XLA lays arrays out with the least padding. For rows of 576 it would put the
-    tokens of a page innermost, and then copy the whole pool to write one row; padding the rows costs no more memory
-    than their own layout would.
-    """
-    return values if values < _LANES else -(-values // _LANES) * _LANES
-
-
 def default_scale(fields: Fields) -> float:
     """(nope + rope)^-1/2, times m(mscale_all_dim)^2 where YaRN declares it (see core/rope_fields.py)."""
-    return (fields.qk_nope_head_dim + fields.qk_rope_head_dim) ** -0.5 * score_mscale(fields.rope) ** 2
-
-
-def gate_width(fields: Fields) -> int:
-    """Gate values per head; 0 without a gate."""
-    if fields.output_gate is None:
-        return 0
-    return 1 if fields.output_gate.per == "head" else fields.v_head_dim
+    return query_dim(fields) ** -0.5 * score_mscale(fields.rope) ** 2
 
 
 def _query_weights(fields: Fields, hidden: int, q_width: int) -> dict[str, Weight]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from ..collectives.cost import sum_over_heads
 from ..core.declare import ModelDims
+from ..core.head_fields import fused_width, gate_width
 from ..core.work import Gemm, Load, Stream, Term, itemsize
-from .block import Fields, gate_width, row_width
+from .block import Fields, cached_row, query_dim, row_values
 
 # xla.py gathers pages before the products read them: pool read, copy written, copy read.
 _GATHER_PASSES = 3
@@ -20,8 +21,9 @@ _KV_BLOCK = 256
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Projections, cache reads, products and cache write of one layer."""
     act, weight = load.dtypes.activation, load.dtypes.weight
-    heads, row = fields.num_heads // load.degrees.tp, _row_values(fields)
-    query, gate = heads * (fields.qk_nope_head_dim + fields.qk_rope_head_dim), heads * gate_width(fields)
+    heads, row = fields.num_heads // load.degrees.tp, row_values(fields)
+    fused, gated = (width(fields.output_gate, fields.v_head_dim) for width in (fused_width, gate_width))
+    query, gate = heads * (query_dim(fields) + fused), heads * (gated - fused)
     first = query if fields.q_lora_rank is None else fields.q_lora_rank
     second = () if fields.q_lora_rank is None else (Gemm("expand queries", load.tokens, query, first, act, weight),)
     return (
@@ -36,28 +38,28 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 
 def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
-    """Tiles of the prefill form, the same in every bucket; a step reads whole pages, at least two (see xla.py)."""
-    (page_size,) = {load.page_size for load in loads.values()}
-    return {"q_block": _Q_BLOCK, "kv_block": _kv_block(page_size)}
+    """Values of a pool's row, and tiles of the prefill form: the same in every bucket.
+
+    A step reads whole pages, at least two (see xla.py).
+    """
+    ((page_size, lanes),) = {(load.page_size, load.lanes) for load in loads.values()}
+    (row,) = cached_row(fields).row(lanes)
+    return {"row": row, "q_block": _Q_BLOCK, "kv_block": _kv_block(page_size)}
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
     """Largest set of intermediates alive at once: projections, and the larger of the two forms' loops."""
     heads, act = fields.num_heads // load.degrees.tp, itemsize(load.dtypes.activation)
-    query = heads * (fields.qk_nope_head_dim + fields.qk_rope_head_dim)
-    per_token = 2 * query + heads * (fields.v_head_dim + gate_width(fields)) + 2 * _row_values(fields)
+    gate = gate_width(fields.output_gate, fields.v_head_dim)
+    per_token = heads * (2 * query_dim(fields) + fields.v_head_dim + gate) + 2 * row_values(fields)
     prefill = _prefill_bytes(fields, load, heads) if load.prefill_tokens else 0
     return int(load.tokens * per_token * act + max(_decode_bytes(fields, load, heads), prefill))
 
 
-def _row_values(fields: Fields) -> int:
-    """Values computed per cached token, whatever the heads a device holds."""
-    return fields.kv_lora_rank + fields.qk_rope_head_dim
-
-
 def _row_bytes(fields: Fields, load: Load) -> int:
-    """Bytes every device stores per cached token, padding included."""
-    return row_width(_row_values(fields)) * itemsize(load.dtypes.kv)
+    """Bytes every device stores per cached token, unused values included."""
+    (row,) = cached_row(fields).row(load.lanes)
+    return row * itemsize(load.dtypes.kv)
 
 
 def _kv_block(page_size: int) -> int:
@@ -67,14 +69,14 @@ def _kv_block(page_size: int) -> int:
 def _decode_bytes(fields: Fields, load: Load, heads: int) -> int:
     """Gathered pages twice; latent queries, float32 scores and weights of a page, float32 accumulators twice."""
     pages = 2 * load.seqs * load.page_size * _row_bytes(fields, load)
-    row = _row_values(fields) * itemsize(load.dtypes.activation) + 8 * (load.page_size + fields.kv_lora_rank)
+    row = row_values(fields) * itemsize(load.dtypes.activation) + 8 * (load.page_size + fields.kv_lora_rank)
     return pages + load.seqs * heads * row
 
 
 def _prefill_bytes(fields: Fields, load: Load, heads: int) -> int:
     """Expanded keys and values in float32 and once more, float32 scores and weights, float32 accumulators twice."""
     block, keys = min(_Q_BLOCK, load.tokens), _kv_block(load.page_size)
-    expanded = fields.qk_nope_head_dim + fields.qk_rope_head_dim + fields.v_head_dim
+    expanded = query_dim(fields) + fields.v_head_dim
     per_key = expanded * (4 + itemsize(load.dtypes.activation)) + 8 * block
     return heads * (keys * per_key + 8 * block * fields.v_head_dim)
 
@@ -89,7 +91,7 @@ def _decode(fields: Fields, load: Load, heads: int) -> tuple[Term, ...]:
         Gemm("absorb keys", load.seqs, latent, fields.qk_nope_head_dim, act, weight, count=heads),
         Stream("attend decode", bytes_, load.seqs * load.page_size * _row_bytes(fields, load)),
         # Scores over the whole row, values over its latent part.
-        Gemm("attend decode", load.seqs * heads, load.decode_longest, _row_values(fields) + latent, act),
+        Gemm("attend decode", load.seqs * heads, load.decode_longest, row_values(fields) + latent, act),
         Gemm("absorb values", load.seqs, fields.v_head_dim, latent, act, weight, count=heads),
     )
 
@@ -102,7 +104,7 @@ def _prefill(fields: Fields, load: Load, heads: int) -> tuple[Term, ...]:
     items = max(1.0, load.prefill_tokens / min(_Q_BLOCK, load.tokens))
     bytes_ = items * load.prefill_context * _row_bytes(fields, load) * _GATHER_PASSES
     expanded = heads * (fields.qk_nope_head_dim + fields.v_head_dim)
-    width = fields.qk_nope_head_dim + fields.qk_rope_head_dim + fields.v_head_dim
+    width = query_dim(fields) + fields.v_head_dim
     reads = items * load.prefill_context / keys
     return (
         Stream("attend prefill", bytes_, load.page_size * _row_bytes(fields, load)),

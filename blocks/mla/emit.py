@@ -1,8 +1,9 @@
 """What a latent-attention block adds to an emitted program."""
 
 from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.head_fields import gate_options, temperature_text
 from ..core.rope_fields import rope_imports, rope_text, score_mscale
-from .block import Fields, default_scale
+from .block import Fields, default_scale, query_dim, row_values
 
 
 def emit(fields: Fields, site: Site) -> Emission:
@@ -34,7 +35,7 @@ def _options(fields: Fields, site: Site, zero_centered: bool) -> tuple[str, ...]
         "norm_zero_centered=True": zero_centered,
         "query_latent=True": fields.q_lora_rank is not None,
         f"temperature={site.prefix}_TEMPERATURE": fields.temperature is not None,
-        "output_gate=True": fields.output_gate is not None,
+        **gate_options(fields.output_gate),
         "bias=True": fields.bias,
     }
     return tuple(text for text, on in named.items() if on)
@@ -48,6 +49,7 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         Constant(f"{name}_KV_LORA_RANK", str(fields.kv_lora_rank), "latent values per token, whole on every device"),
         Constant(f"{name}_QK_NOPE_HEAD_DIM", str(fields.qk_nope_head_dim), "key dims a head takes from the latent"),
         Constant(f"{name}_V_HEAD_DIM", str(fields.v_head_dim), "value dims per head"),
+        Constant(f"{name}_ROW", str(tuning["row"]), _row_reason(fields, tuning["row"])),
         *_option_constants(fields, name),
         Constant(f"{name}_SCALE", repr(fields.scale or default_scale(fields)), _scale_reason(fields)),
         Constant(f"{name}_Q_BLOCK", str(tuning["q_block"]), "tokens of a row per prefill work item, at most"),
@@ -59,14 +61,19 @@ def _option_constants(fields: Fields, name: str) -> tuple[Constant, ...]:
     found = []
     if fields.rope is not None:
         found.append(Constant(f"{name}_ROPE", rope_text(fields.rope), "rotary embedding of queries and the shared key"))
-    if (heat := fields.temperature) is not None:
-        reason = "floor, scale: queries times 1 + scale * ln(1 + position // floor)"
-        found.append(Constant(f"{name}_TEMPERATURE", f"({heat.floor}, {heat.scale!r})", reason))
+    if fields.temperature is not None:
+        found.append(Constant(f"{name}_TEMPERATURE", *temperature_text(fields.temperature)))
     return tuple(found)
+
+
+def _row_reason(fields: Fields, row: int) -> str:
+    values = f"values of a cached row: {fields.kv_lora_rank} latent, {fields.qk_rope_head_dim} of the shared key"
+    unused = row - row_values(fields)
+    return f"{values}, {unused} unused for whole memory tiles" if unused else values
 
 
 def _scale_reason(fields: Fields) -> str:
     if fields.scale is not None:
         return "of the scores, as declared"
-    root, stretched = f"{fields.qk_nope_head_dim + fields.qk_rope_head_dim} dims per query", score_mscale(fields.rope)
+    root, stretched = f"{query_dim(fields)} dims per query", score_mscale(fields.rope)
     return f"1 / sqrt of {root}" + ("" if stretched == 1 else f", times {stretched:.6g}^2 for YaRN")

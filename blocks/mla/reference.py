@@ -7,18 +7,18 @@ from ..core.batch import Batch, Rows
 from ..core.declare import ModelDims
 from ..core.rope_fields import rope_of
 from . import ref
-from .block import Fields, default_scale
+from .block import Fields, default_scale, row_values
 
 
 def apply(
     fields: Fields, dims: ModelDims, h_TD: Array, w: dict[str, Array], batch: Batch, rows: Rows, x_TD: Array, layer: int
 ) -> Array:
     """The block's output [T, D] for one sequence of T tokens; h_TD is the normed input."""
-    norm, heat = fields.norm.resolve(dims.norm), fields.temperature
+    norm, heat, gate = fields.norm.resolve(dims.norm), fields.temperature, fields.output_gate
     y_TD, _ = ref.mla(
         h_TD,
         w,
-        jnp.zeros((1, 1, fields.kv_lora_rank + fields.qk_rope_head_dim), jnp.float32),
+        jnp.zeros((1, 1, row_values(fields)), jnp.float32),
         batch,
         rows,
         pool_layer=0,
@@ -35,8 +35,9 @@ def apply(
         rope_spec=rope_of(fields.rope),
         norm_zero_centered=norm.zero_centered,
         query_latent=fields.q_lora_rank is not None,
-        temperature=(heat.floor, heat.scale) if heat else None,
-        output_gate=fields.output_gate is not None,
+        temperature=(heat.floor, heat.scale, heat.offset) if heat else None,
+        output_gate=gate.activation if gate else None,
+        gate_stored=gate.stored if gate else "fused",
         bias=fields.bias,
     )
     return y_TD + jnp.asarray(w["b_o"], jnp.float32) if fields.bias else y_TD

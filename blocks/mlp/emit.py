@@ -7,7 +7,7 @@ from .block import Fields
 from .clamp_fields import ClampFields, clamp_text
 
 Imports = list[tuple[str, str]]
-CLAMP_MODULE = "moec.blocks.mlp.clamp"
+CLAMP_MODULE = "moec.blocks.mlp.clamp"  # what limits are, for every variant
 LINE = 102  # columns of a line inside a block function
 FIRST_DEVICE = "add_b_down=lax.axis_index((*DATA, *TENSOR)) == 0"  # of all devices
 

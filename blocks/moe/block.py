@@ -41,8 +41,9 @@ class Experts(Declared):
 
 
 class Shared(Declared):
-    """`num` experts of intermediate_size every token passes, as one wide one. null: as the routed experts.
+    """`num` experts of intermediate_size every token passes, as one wide one.
 
+    gated, activation: null = as the routed experts. bias, clamp: its own, whatever the routed experts have.
     gate: "sigmoid" scales it by sigmoid(x . shared_router). scale: factor of its output.
     """
 
@@ -99,6 +100,7 @@ VARIANTS = (
         module="moec.blocks.moe.xla",
         backends=("cpu", "tpu"),
         note="assignments sorted by expert, padded to row blocks, one dynamic weight slice per block",
+        parts=("router",),
     ),
 )
 
@@ -138,9 +140,8 @@ def _expert_weights(fields: Fields, dims: ModelDims) -> dict[str, Weight]:
     """Stacks of the routed experts: matrices, then biases."""
     width, num, inner = fields.expert_width(dims), fields.router.num_experts, fields.experts.intermediate_size
     used = fields.router.top_k / num
-    up = Weight(
-        (num, width, inner), ("experts", None, "expert_intermediate"), "expert", True, True, active_fraction=used
-    )
+    axes = ("experts", None, "expert_intermediate")
+    up = Weight((num, width, inner), axes, "expert", linear=True, stacked=True, active_fraction=used)
     down = replace(up, shape=(num, inner, width), axes=("experts", "expert_intermediate", None))
     matrices = {"gate": up, "up": up, "down": down} if fields.experts.gated else {"up": up, "down": down}
     found = {f"w_{key}": matrix for key, matrix in matrices.items()}

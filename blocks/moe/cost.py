@@ -14,9 +14,11 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Router, exchange of tokens, local experts, shared expert, way back."""
     act, weight = load.dtypes.activation, load.dtypes.weight
     router, width = fields.router, fields.expert_width(dims)
+    # A float32 product takes several passes where products are bfloat16; the matrix is stored as planned.
+    logits = act if router.logits_dtype == "activation" else "float32"
     before, after = _latent(fields, dims, load)
     return (
-        Gemm("route", load.tokens, router.num_experts, dims.hidden_size, act, weight),
+        Gemm("route", load.tokens, router.num_experts, dims.hidden_size, logits, weight),
         *before,
         *gather_for_experts(router.top_k, width, load),
         *_experts(fields, width, load),

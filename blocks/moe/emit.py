@@ -2,14 +2,13 @@
 
 from ..core.emission import Constant, Emission, Site, share
 from ..mlp.emit import FIRST_DEVICE, Imports, call_lines, clamp_constants, gather_lines, return_lines
-from ..router.emit import MODULE as ROUTER_MODULE
 from ..router.emit import route_arguments
 from .block import Fields
 
 
 def emit(fields: Fields, site: Site) -> Emission:
     """Route, gather the tokens of all ranks, run local experts, reduce back; shared expert where the plan put it."""
-    imports: Imports = [(ROUTER_MODULE, "route"), (site.module, "experts")]
+    imports: Imports = [(site.parts["router"], "route"), (site.module, "experts")]
     router = fields.router
     route = route_arguments(router, site.dims, site.name, f"{site.prefix}_TOP_K")
     call = {

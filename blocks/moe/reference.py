@@ -16,6 +16,7 @@ def apply(
     """Routed plus shared experts [T, D]; expert weights are [E, D, I], without a layer dim. x: before the norm."""
     index_TK, weight_TK = apply_router(fields.router, dims, h_TD, x_TD, w)
     latent = fields.experts.latent_size is not None
+    biases: dict[str, Array] = {key: w[key][None] for key in ("b_gate", "b_up", "b_down") if key in w}
     y_TD = ref.experts(
         ref.latent_projection(h_TD, w["latent_in"]) if latent else h_TD,
         index_TK,
@@ -28,7 +29,7 @@ def apply(
         first_expert=0,
         block_rows=1,
         activation=fields.experts.activation,
-        biases={key: w[key][None] for key in ("b_gate", "b_up", "b_down") if key in w},
+        biases=biases or None,
         clamp=clamp_of(fields.experts.clamp),
         weigh=fields.router.apply,
     )

@@ -3,8 +3,6 @@
 from ..core.declare import ModelDims
 from .router_fields import Router, router_norm
 
-MODULE = "moec.blocks.router.xla"
-
 # Options whose field and argument have the same name and default.
 SAME = (
     "logits_dtype",

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..core.declare import Declared, FieldProblem, ModelDims, NormFields, NormOverride, Weight
+from ..core.declare import Declared, FieldProblem, ModelDims, NormFields, NormOverride, Weight, rms_only
 from .names import Score, Weighing
 
 
@@ -67,19 +67,35 @@ def router_weights(router: Router, dims: ModelDims) -> dict[str, Weight]:
 
 
 def check_router(router: Router, dims: ModelDims) -> list[FieldProblem]:
-    """Relations between a router's fields; paths are relative to the router."""
-    found = []
+    """Relations between a router's fields; paths are relative to the router. What has no effect is refused."""
+    found = _check_effects(router)
     if router.top_k > router.num_experts:
         text = f"top_k {router.top_k} exceeds num_experts {router.num_experts}"
         found.append(FieldProblem(("top_k",), text, f"valid: 1 to {router.num_experts}"))
     norm = router_norm(router, dims)
-    if norm and (norm.kind != "rms" or norm.bias):
-        text = "a router's own norm is an RMS norm without bias"
-        found.append(FieldProblem(("in_norm",), text, "valid: {kind: rms, bias: false}"))
+    found += rms_only(("in_norm",), norm, "a router's own norm is") if norm else []
     if router.weights == "sparsemixer" and router.renormalize:
         text = "the weights of sparsemixer are complete as they are"
         found.append(FieldProblem(("renormalize",), text, "valid: false"))
     return found + (_check_groups(router, router.groups) if router.groups else [])
+
+
+def _check_effects(router: Router) -> list[FieldProblem]:
+    """Options that nothing would read."""
+    found = []
+
+    def unread(name: str, why: str, hint: str) -> None:
+        if getattr(router, name) != Router.model_fields[name].default:
+            found.append(FieldProblem((name,), f"{name} has no effect {why}", hint))
+
+    if not router.renormalize:
+        for name in ("renorm_power", "renorm_min", "renorm_eps"):
+            unread(name, "without renormalize", "remove it, or renormalize: true")
+    if router.weights != "sparsemixer":
+        unread("jitter", f"on weights '{router.weights}'", "remove it, or weights: sparsemixer")
+    if router.correction == "logit" and router.weights != "score" and router.score != "none":
+        unread("score", "when both choice and weights are made of the logits", "valid: none")
+    return found
 
 
 def _check_groups(router: Router, groups: Groups) -> list[FieldProblem]:
@@ -87,13 +103,21 @@ def _check_groups(router: Router, groups: Groups) -> list[FieldProblem]:
     if router.num_experts % groups.num:
         text = f"{router.num_experts} experts cannot form {groups.num} equal groups"
         return [FieldProblem(("groups", "num"), text, "valid: a divisor of num_experts")]
-    if groups.keep > groups.num:
-        text = f"cannot keep {groups.keep} of {groups.num} groups"
-        return [FieldProblem(("groups", "keep"), text, f"valid: 1 to {groups.num}")]
+    if groups.num == 1:
+        return [FieldProblem(("groups", "num"), "a single group has no effect", "remove groups, or num: 2 or more")]
+    if groups.keep >= groups.num:
+        text = f"to keep {groups.keep} of {groups.num} groups leaves none out"
+        return [FieldProblem(("groups", "keep"), text, f"valid: 1 to {groups.num - 1}, or remove groups")]
     size = router.num_experts // groups.num
     if groups.metric == "top2_sum" and size < 2:
         return [FieldProblem(("groups", "metric"), "a group of one expert has no two best", "valid: max")]
     if groups.keep * size < router.top_k:
         text = f"{groups.keep} groups of {size} experts are fewer than top_k {router.top_k}"
-        return [FieldProblem(("groups", "keep"), text, f"valid: {-(-router.top_k // size)} to {groups.num}")]
+        return [FieldProblem(("groups", "keep"), text, _enough(router, groups, size))]
     return []
+
+
+def _enough(router: Router, groups: Groups, size: int) -> str:
+    """Hint: how many groups hold top_k experts, when not all of them are needed."""
+    least = -(-router.top_k // size)
+    return f"valid: {least} to {groups.num - 1}, or remove groups" if least < groups.num else "remove groups"

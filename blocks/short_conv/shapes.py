@@ -14,7 +14,6 @@ class ShortConvShape:
 
 
 TEST_SHAPES = {
-    "plain": ShortConvShape(24, 24),
     "biases": ShortConvShape(16, 20, bias=True),
     "two_taps": ShortConvShape(16, 12, conv_kernel=2),
     "five_taps": ShortConvShape(16, 12, conv_kernel=5, bias=True),

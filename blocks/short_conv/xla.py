@@ -8,6 +8,7 @@ from jax import Array
 
 from ..core.batch import Batch, Rows
 from ..core.causal_conv import causal_conv
+from ..core.linear import linear
 
 
 def short_conv(
@@ -29,20 +30,13 @@ def short_conv(
     Returns out [T, D] in h's dtype, partial over tensor parallelism and without b_o, and the pool.
     """
     assert w["conv"].shape[1] == conv_kernel, (w["conv"].shape, conv_kernel)
-    part = {name: _short_conv_linear(h_TD, w[f"w_{name}"]) for name in ("b", "c", "x")}
-    if bias:
-        part = {name: value + w[f"b_{name}"].astype(value.dtype) for name, value in part.items()}
+    part = {name: linear(h_TD, w[f"w_{name}"], w[f"b_{name}"] if bias else None) for name in ("b", "c", "x")}
     conv_TF, conv_pool = causal_conv(
         part["b"] * part["x"], w["conv"], w["conv_bias"] if bias else None, conv_pool, batch, rows,
         pool_layer=pool_layer, max_q=max_q,
     )  # fmt: skip
     y_TF = (part["c"].astype(jnp.float32) * conv_TF).astype(h_TD.dtype)
-    return _short_conv_linear(y_TF, w["w_o"]), conv_pool
-
-
-def _short_conv_linear(x: Array, w: Array) -> Array:
-    """x @ w accumulated in float32, rounded to x.dtype; precision is the ambient default."""
-    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return linear(y_TF, w["w_o"]), conv_pool
 
 
 __all__ = ["short_conv"]

@@ -3,20 +3,24 @@
 What a model_type means is data under specs/families; for one that has no recipe a draft is written, with its
 open questions. Fields of config.json that nothing in the spec comes from are named one by one. With --weights
 the names and shapes of a checkpoint settle its table and are checked against it. Exit code 1 for a draft with
-open questions and where the checkpoint does not fit, 2 when the model cannot be expressed."""
+open questions, for fields that the recipe does not know and where the checkpoint does not fit, 2 when the model
+cannot be expressed."""
 
 import argparse
+import difflib
 import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..graph.ir import Graph
-from ..port.config import read_config
+from ..port.config import Config, read_config, shown
 from ..port.port import Ported, port
+from ..port.recipes import recipe_names
 from ..problems import Problem, ProblemsError
 from ..spec.files import show_path
+from ..spec.limits import printable
 from .common import fail, log
 
 if TYPE_CHECKING:
@@ -40,33 +44,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Port, check, write."""
     path = args.config / "config.json" if args.config.is_dir() else args.config
-    config, problems = read_config(path, show_path(path))
+    config = _config(path)
+    out = _writable(args.out, path) if args.out else None
     checkpoint = _checkpoint(args.weights) if args.weights else None
-    if config is None:
-        raise ProblemsError(problems)
     stored = {name: tensor.shape for name, tensor in checkpoint.tensors.items()} if checkpoint else None
     ported = port(config, spec_name(args.out or path), stored)
-    _write(ported.text, args.out)
+    _write(ported.text, out)
     _report(ported, path)
     misfits = _misfits(ported, checkpoint)
     for line in misfits:
         log(f"checkpoint: {line}")
-    open_ends = bool(misfits) or any(ported.questions.values())
-    _next_step(args, "settle what is open, then " if open_ends else "")
+    open_ends = bool(misfits) or ported.open
+    if not ported.inexpressible:
+        _next_step(args, "settle what is open, then " if open_ends else "")
     return EXIT_OPEN if open_ends else 0
 
 
-def ported_graph(path: Path) -> Graph:
-    """What a config.json ports to; raises ProblemsError where it does not, or only as a draft."""
+def _config(path: Path) -> Config:
+    if "\0" in str(path):
+        fail(f"{printable(str(path))} is no path", "name a config.json")
     config, problems = read_config(path, show_path(path))
     if config is None:
         raise ProblemsError(problems)
+    return config
+
+
+def ported_graph(path: Path) -> Graph:
+    """What a config.json ports to, with warnings; raises ProblemsError where it does not, or only as a draft."""
+    config = _config(path)
     ported = port(config, spec_name(path))
     if ported.draft or ported.graph is None:
-        kind = config.data.get("model_type")
         hint = f"moec port {path} writes a draft with its open questions"
-        raise ProblemsError([Problem("model_type", f"there is no recipe for {kind!r}", hint, config.file)])
+        lacking = Problem("model_type", _no_recipe(ported.model_type), hint, config.file)
+        raise ProblemsError([lacking, *ported.inexpressible])
+    _warn(ported, path)
     return ported.graph
+
+
+def _no_recipe(model_type: Any) -> str:
+    kind = str(model_type).strip().lower()
+    alike = difflib.get_close_matches(kind, recipe_names(), 1)
+    return f"there is no recipe for model_type {shown(model_type)}" + (
+        f" (did you mean '{alike[0]}'?)" if alike else ""
+    )
 
 
 def spec_name(path: Path) -> str:
@@ -77,29 +97,41 @@ def spec_name(path: Path) -> str:
 
 def _checkpoint(folder: Path) -> "Checkpoint":
     from moec.runtime.checkpoint import Checkpoint
+    from moec.runtime.errors import CheckpointError
 
-    return Checkpoint(folder)
+    checkpoint = Checkpoint(folder)
+    if not checkpoint.tensors:
+        raise CheckpointError(checkpoint.problems or [f"{folder}: holds no tensors"])
+    return checkpoint
 
 
 def _misfits(ported: Ported, checkpoint: "Checkpoint | None") -> list[str]:
-    """What keeps the checkpoint from filling the spec's weights, as the loader says it."""
+    """What keeps the checkpoint from filling the spec's weights, as the loader says it, but for what is asked about."""
     if checkpoint is None or ported.graph is None:
         return []
     from moec.runtime.errors import fold
 
     from ..verify.fits import misfits
 
-    return fold(misfits(ported.graph, checkpoint))
+    asked = set(ported.asked)
+    return fold([line for line in misfits(ported.graph, checkpoint) if line.partition(":")[0] not in asked])
 
 
 def _report(ported: Ported, path: Path) -> None:
-    """For people: what is not understood, and what is asked."""
-    for left in ported.leftovers:
-        if not left.reason:
-            log(f"{show_path(path)}: warning: {left}: not used, the recipe does not know this field")
+    """For people: what cannot be said, what is not understood, and what is asked."""
+    if ported.draft:
+        log(f"{show_path(path)}: {_no_recipe(ported.model_type)}: this is a draft")
+    for problem in ported.inexpressible:
+        log(str(problem))
+    _warn(ported, path)
     for place, asks in ported.questions.items():
         for ask in asks:
             log(f"question: {f'{place}: ' if place else ''}{ask}")
+
+
+def _warn(ported: Ported, path: Path) -> None:
+    for left in ported.unknown:
+        log(f"{show_path(path)}: warning: {left}: not used, the recipe does not know this field")
 
 
 def _next_step(args: argparse.Namespace, first: str) -> None:
@@ -110,6 +142,28 @@ def _next_step(args: argparse.Namespace, first: str) -> None:
     log(f"next: {first}moec verify {args.out} --target cpu --weights {weights} --reference {weights}/ref.npz")
 
 
+def _writable(out: Path, config: Path) -> Path:
+    """The file to write, behind links; a file that is no spec is nobody's to replace."""
+    hint = "name a new file, or an older spec, with -o"
+    if "\0" in str(out):
+        fail(f"{printable(str(out))} is no path", hint)
+    try:
+        out = out.resolve()
+        if out.is_dir():
+            fail(f"cannot write {out}: it is a directory", hint)
+        if out.exists() and (out == config.resolve() or not _is_spec(out)):
+            fail(f"cannot write {out}: it is there already and is no spec", hint)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror or error}", hint)
+    return out
+
+
+def _is_spec(path: Path) -> bool:
+    """Whether a file is empty or has a spec's first key."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "?"
+    return not text.strip() or bool(re.search(r"^spec_version:", text, re.MULTILINE))
+
+
 def _write(text: str, out: Path | None) -> None:
     """To stdout, or to the file in one step: it is either the old one or the whole new one."""
     if out is None:
@@ -117,7 +171,7 @@ def _write(text: str, out: Path | None) -> None:
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
+        handle, name = tempfile.mkstemp(prefix=".port.", dir=out.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -128,7 +182,7 @@ def _write(text: str, out: Path | None) -> None:
             raise
     except OSError as error:
         fail(f"cannot write {out}: {error.strerror or error}", "name a file that can be written with -o")
-    log(f"wrote {out}")
+    log(f"wrote {show_path(out)}")
 
 
 def _umask() -> int:

@@ -26,7 +26,8 @@ class StateArray:
     """One pool: key in the state tree, and its shape without the page or slot count.
 
     layers: number of layers of the block. paged: pages (tokens) or slots (sequences).
-    inner: dims of one token's or sequence's entry (global); axes: their logical axes.
+    inner: dims of one token's or sequence's entry (global); axes: their logical axes. row: the constant of the
+    program that is the last of them; None: a number.
     """
 
     key: str
@@ -37,6 +38,13 @@ class StateArray:
     axes: tuple[str | None, ...]
     dtype: str
     window: int | None = None
+    row: str | None = None
+
+    @property
+    def inner_text(self) -> str:
+        """The dims of an entry as the program writes them."""
+        sizes = [str(size) for size in self.inner]
+        return ", ".join(sizes if self.row is None else (*sizes[:-1], self.row))
 
     @property
     def bytes_per_entry(self) -> int:
@@ -137,7 +145,9 @@ def _state_array(
     graph: Graph, inst: BlockInst, state: PagedState | SlotState, cuts: tuple[HeadCut, ...], plan: Plan
 ) -> StateArray:
     name = "kv" if isinstance(state, PagedState) else state.name
-    inner = tuple(size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(state.shape, state.axes, strict=True))
+    aligned = isinstance(state, PagedState) and state.row_aligned
+    shape = (*state.shape[:-1], plan.tuning[f"{inst.name}.row"]) if aligned else state.shape
+    inner = tuple(size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(shape, state.axes, strict=True))
     return StateArray(
         key=f"{inst.name}.{name}",
         block=inst.name,
@@ -147,6 +157,7 @@ def _state_array(
         axes=state.axes,
         dtype=role_dtypes(plan).of(state.role),
         window=state.window if isinstance(state, PagedState) else None,
+        row=f"{inst.name.upper()}_ROW" if aligned else None,
     )
 
 

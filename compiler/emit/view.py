@@ -107,9 +107,9 @@ def text(value: object) -> str:
     return repr(value).replace("'", '"')
 
 
-def variant_module(plan: Plan, part: str) -> str:
-    """Import path of the variant the plan chose for a part outside the layers' blocks."""
-    return f"moec.blocks.{part}.{plan.variants[part]}"
+def variant_module(plan: Plan, part: str, block: str = "") -> str:
+    """Import path of the variant the plan chose for a part of the program, or for one that a block calls."""
+    return f"moec.blocks.{part}.{plan.variants[f'{block}.{part}' if block else part]}"
 
 
 def block_function(inst: BlockInst) -> str:
@@ -171,12 +171,12 @@ def view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> ProgramView:
 
 def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
     """What the block itself wants written, given its site in the plan."""
-    variants = {v.name: v for v in BLOCKS[inst.kind]().VARIANTS}
+    variant = {v.name: v for v in BLOCKS[inst.kind]().VARIANTS}[plan.variants[inst.name]]
     mesh = plan.mesh
     prefix = f"{inst.name}."
     site = Site(
         name=inst.name,
-        module=variants[plan.variants[inst.name]].module,
+        module=variant.module,
         collectives=variant_module(plan, "collectives"),
         dims=graph.dims,
         dp=mesh.dp,
@@ -188,6 +188,7 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
         scaled=plan.dtypes.expert in SCALED,
         tuning=_tuning({k[len(prefix) :]: v for k, v in plan.tuning.items() if k.startswith(prefix)}),
         layers=graph.layers_of(inst.name),
+        parts={part: variant_module(plan, part, inst.name) for part in variant.parts},
     )
     found = EMITTERS[inst.kind]().emit(inst.fields, site)
     layers = Constant(f"{site.prefix}_LAYERS", str(len(graph.layers_of(inst.name))), f"layers with {inst.name}")
@@ -352,7 +353,7 @@ def _addition(addition: Addition, program: _Program) -> list[str]:
     """Lines from x_TD to the x_TD after one residual addition."""
     lines = [f"h_TD = {norm_call(addition.norm.fields, 'x_TD', addition.norm.name)}"] if addition.norm else []
     shared = "h_TD" if addition.norm else "x_TD"
-    outputs = ["y_TD"] if len(addition.branches) == 1 else [f"{b.inst.name}_TD" for b in addition.branches]
+    outputs = ["y_TD"] if len(addition.branches) == 1 else [f"y_{b.inst.name}_TD" for b in addition.branches]
     for branch, output in zip(addition.branches, outputs, strict=True):
         lines += _branch(branch, shared, output, program)
     if len(outputs) > 1:
@@ -430,7 +431,7 @@ def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
 
 
 def _pool(pool: StateArray, plan: Plan) -> PoolView:
-    layers, inner = f"{pool.block.upper()}_LAYERS", ", ".join(map(str, pool.inner))
+    layers, inner = f"{pool.block.upper()}_LAYERS", pool.inner_text
     axes = text(("rank", None, None, *pool.axes))
     if pool.paged:
         shape = f'(NUM_RANKS, {layers} * pages["{pool.key}"], PAGE_SIZE, {inner})'

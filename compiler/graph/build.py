@@ -22,7 +22,7 @@ def build(spec: ModelSpec) -> Graph:
         first += group.repeat * len(layers)
     return Graph(
         name=spec.name,
-        dims=ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm),
+        dims=ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm, first),
         groups=tuple(groups),
         final_norm=spec.final_norm.resolve(spec.defaults.norm),
         embed=Embed(**dict(spec.embed)),
@@ -89,27 +89,33 @@ def residual_layer(
     Norms are called after their slot ("mixer_norm"), after nothing where a layer has one addition
     ("norm"), and after their block where blocks that share an addition have their own.
     """
-    slots = [("mixer_", mixers), ("ffn_", ffns)]
-    if residual.form == "parallel":
-        slots = [("", mixers + ffns)]
-    elif not (mixers and ffns):
-        slots = [("", mixers or ffns)]
-    additions = tuple(_addition(slot, insts, residual, norm) for slot, insts in slots)
+    both = bool(mixers and ffns)
+    if residual.form == "parallel" and both:
+        return Layer((_addition("", mixers + ffns, residual, norm),), residual.layer_scale)
+    ffn = residual.model_copy(
+        update={
+            "form": residual.ffn_form or residual.form,
+            "scale": residual.scale if residual.ffn_scale is None else residual.ffn_scale,
+            "skip": residual.skip if residual.ffn_skip is None else residual.ffn_skip,
+        }
+    )
+    slots = (("mixer_" if both else "", mixers, residual), ("ffn_" if both else "", ffns, ffn))
+    additions = tuple(_addition(slot, insts, form, norm) for slot, insts, form in slots if insts)
     return Layer(additions, residual.layer_scale)
 
 
 def _addition(slot: str, insts: tuple[BlockInst, ...], residual: Residual, norm: NormFields) -> Addition:
-    form, is_ffn = residual.form, slot == "ffn_"
-    before, after = form != "post", form in ("post", "sandwich")
+    """One addition. slot: what its norms' names begin with."""
+    before, after = residual.form != "post", residual.form in ("post", "sandwich")
     own = residual.branch_norms and len(insts) > 1
     pre, post = Norm(f"{slot}norm", norm), Norm(f"{slot}post_norm", norm)
     return Addition(
         branches=tuple(_branch(inst, norm, own and before, own and after) for inst in insts),
         norm=pre if before and not own else None,
         post_norm=post if after else None,
-        skip=residual.ffn_skip if is_ffn and residual.ffn_skip is not None else residual.skip,
-        scale=residual.ffn_scale if is_ffn and residual.ffn_scale is not None else residual.scale,
-        keeps_normed=form == "normed_skip",
+        skip=residual.skip,
+        scale=residual.scale,
+        keeps_normed=residual.form == "normed_skip",
     )
 
 

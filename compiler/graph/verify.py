@@ -15,7 +15,7 @@ from ..spec.validate import Finding
 from .build import rule_targets, single_rules
 from .ir import Graph, TensorMap
 from .sources import out_size, sources
-from .weights import all_weights, table_key
+from .weights import all_weights, layer_weights, table_key
 
 _TABLE: KeyPath = ("model", "checkpoint", "tensors")
 _WAYS = ("into", "either", "split", "interleave")
@@ -46,6 +46,8 @@ def check_table(table: Checkpoint, graph: Graph, unused: Collection[str] = ()) -
             findings += _check_way(pattern, line)
             findings += _check_line(pattern, rule, weights, bases)
             findings += _check_storage(pattern, rule, instances)
+    for pattern, line in table.tensors.items():
+        findings += _check_either(pattern, line, graph)
     given = {into for _, _, rule in lines for into in rule_targets(rule)[0]}
     missing = [key for key in weights if key not in given]
     if missing:
@@ -89,6 +91,18 @@ def _check_way(pattern: str, rule: TensorRule) -> Iterator[Finding]:
         yield Finding(path, f"expected exactly one of {', '.join(_WAYS)}, {got}")
     elif ways != ["into"] and len(getattr(rule, ways[0])) < 2:
         yield Finding((*path, ways[0]), f"{ways[0]} needs two or more weights, got {len(getattr(rule, ways[0]))}")
+    elif ways != ["into"] and len(set(getattr(rule, ways[0]))) < len(getattr(rule, ways[0])):
+        yield Finding((*path, ways[0]), f"{ways[0]} names a weight twice")
+
+
+def _check_either(pattern: str, rule: TensorRule, graph: Graph) -> Iterator[Finding]:
+    """Of the weights that stand for one another, no layer has two."""
+    for index, layer in graph.distinct_layers() if rule.either else ():
+        both = {table_key(graph, key) for key in layer_weights(graph, layer)} & set(rule.either or ())
+        if len(both) > 1:
+            text = f"layer {index} has {' and '.join(sorted(both))}: a tensor can be one of them"
+            yield Finding((*_TABLE, pattern, "either"), text, "split or interleave, if it holds both")
+            return
 
 
 def _check_line(pattern: str, rule: TensorRule, weights: dict[str, Weight], bases: dict[str, str]) -> Iterator[Finding]:
@@ -216,6 +230,9 @@ def _broken(graph: Graph) -> Iterator[tuple[KeyPath, str]]:
     for inst in {id(one): one for _, layer in graph.layers() for one in layer.blocks}.values():
         if graph.blocks()[inst.name] != inst:
             yield (inst.name,), "two block instances with different fields share a name"
+    for index, layer in graph.distinct_layers():
+        if any(one.keeps_normed and one.norm is None for one in layer.additions):
+            yield ("layers", index), "keeps the normed input, but norms nothing"
     for key, weight in all_weights(graph).items():
         if min(weight.shape) < 1 or len(weight.shape) != len(weight.axes):
             yield (key,), f"shape {weight.shape} does not fit axes {weight.axes}"

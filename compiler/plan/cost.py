@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise, product
 from math import log
+from statistics import mean
 
 from moec.blocks.core.work import Collective, Gemm, Load, Stream, Term, Vector, itemsize
 from moec.blocks.embed import cost as embed_cost
@@ -21,8 +22,10 @@ from moec.targets.target import Target
 from ..graph.ir import Graph
 from .plan import MeshPlan
 
-# Passes over the residual stream per layer outside the blocks: two norms and two additions, read and write.
-_RESIDUAL_PASSES = 8
+# Passes over the residual stream per norm and per addition: read and write.
+_RESIDUAL_PASSES = 2
+# The fixed cost per layer was found on layers of this many blocks; it is taken as proportional.
+_BLOCKS_PER_LAYER = 2
 
 
 @dataclass(frozen=True)
@@ -175,10 +178,12 @@ def price_step(graph: Graph, machine: Machine, mesh: MeshPlan, load: Load) -> St
         terms = COSTS[inst.kind]().work(inst.fields, graph.dims, load)
         ops += _price(machine, mesh, inst.name, len(graph.layers_of(inst.name)), terms)
     stream = load.tokens * graph.dims.hidden_size * itemsize(load.dtypes.activation)
-    residual = (Stream("norms and additions", _RESIDUAL_PASSES * stream, stream),)
+    layers = [layer for _, layer in graph.layers()]
+    passes = _RESIDUAL_PASSES * mean(len(layer.norms) + len(layer.additions) for layer in layers)
+    residual = (Stream("norms and additions", passes * stream, stream),)
     ops += _price(machine, mesh, "residual", graph.num_layers, residual)
     ops += _price(machine, mesh, "head", 1, head_cost.work(graph.dims, load))
-    fixed = machine.target.layer_overhead_us.value * 1e-6
+    fixed = machine.target.layer_overhead_us.value * 1e-6 * mean(len(one.blocks) for one in layers) / _BLOCKS_PER_LAYER
     ops.append(OpCost("overhead", "fixed cost per layer", graph.num_layers, fixed, "fixed"))
     return StepCost(tuple(ops))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
-from math import prod
+from math import inf, prod
 
 from moec.blocks.core.array_info import SCALED
 from moec.blocks.core.declare import PagedState, SlotState, Weight
@@ -132,18 +132,24 @@ def _stacked(graph: Graph, inst: BlockInst, layers: int, degrees: Degrees, dtype
                 yield LocalArray(f"{inst.name}.scales", (layers, *scales), SCALED[dtype].dtype)
 
 
-def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps) -> Iterator[LocalArray]:
+def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps, tiling: Tiling) -> Iterator[LocalArray]:
     """Page pools [1, L * pages, page, row], slot pools [1, L, slots, ...] and the sampled tokens."""
     for inst in graph.blocks().values():
         layers = len(graph.layers_of(inst.name))
         for state in block_state(graph, inst):
-            inner = local_shape(inst, state.shape, state.axes, degrees)
+            inner = _entry(inst, state, degrees, tiling.lanes)
             if isinstance(state, PagedState):
                 shape = (1, layers * steps.num_pages, steps.page_size, *inner)
             else:
                 shape = (1, layers, steps.num_slots, *inner)
             yield LocalArray(f"{inst.name}.{_state_name(state)}", shape, dtypes.of(state.role))
     yield LocalArray("sampled", (1, steps.num_slots), "int32")
+
+
+def _entry(inst: BlockInst, state: PagedState | SlotState, degrees: Degrees, lanes: int) -> Shape:
+    """What one token or one sequence takes on one device."""
+    shape = state.row(lanes) if isinstance(state, PagedState) else state.shape
+    return local_shape(inst, shape, state.axes, degrees)
 
 
 def _state_name(state: PagedState | SlotState) -> str:
@@ -200,7 +206,7 @@ def new_rows_bytes(graph: Graph, load: Load) -> int:
     for inst in graph.blocks().values():
         for state in block_state(graph, inst):
             if isinstance(state, PagedState):
-                row = prod(local_shape(inst, state.shape, state.axes, load.degrees)) * itemsize(load.dtypes.kv)
+                row = prod(_entry(inst, state, load.degrees, load.lanes)) * itemsize(load.dtypes.kv)
                 total += len(graph.layers_of(inst.name)) * load.tokens * row
     return total
 
@@ -215,7 +221,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """Bytes per device. weights: component_bytes of vocabulary_arrays and layer_arrays, the same for all batches."""
     load = next(iter(loads.values()))
-    state = component_bytes(state_arrays(graph, load.degrees, load.dtypes, steps), target.tiling)
+    state = component_bytes(state_arrays(graph, load.degrees, load.dtypes, steps, target.tiling), target.tiling)
     batch = component_bytes(batch_arrays(steps, steps.mixed_tokens), target.tiling)
     components = {**weights, **state, **batch}
     return MemoryPlan(
@@ -268,10 +274,8 @@ def streamed_bytes(graph: Graph, load: Load) -> dict[str, float]:
         layers = len(graph.layers_of(inst.name))
         found["weights"] += layers * sum(moved(inst, weight) for weight in block_weights(graph, inst).values())
         for state in block_state(graph, inst):
-            inner = prod(local_shape(inst, state.shape, state.axes, load.degrees)) * itemsize(
-                load.dtypes.of(state.role)
-            )
-            times = load.decode_context if isinstance(state, PagedState) else 2
+            inner = prod(_entry(inst, state, load.degrees, load.lanes)) * itemsize(load.dtypes.of(state.role))
+            times = min(load.decode_context, state.window or inf) if isinstance(state, PagedState) else 2
             name = _state_name(state)
             found[name] = found.get(name, 0.0) + layers * load.decode_rows * inner * times
     return found

@@ -177,7 +177,7 @@ class Plan(Frozen):
     head: Placement
     shared_expert: Placement
     mlp: Placement
-    variants: dict[str, str]  # block instance name (and "collectives", "sampling") -> variant
+    variants: dict[str, str]  # block instance name, <block>.router, "collectives", "sampling", ... -> variant
     tuning: dict[str, int]  # e.g. moe.block_rows.<bucket>, gdn.chunk
     page_size: int
     pages_per_rank: int

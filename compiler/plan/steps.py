@@ -94,6 +94,7 @@ def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes,
         dtypes=dtypes,
         row_tile=target.row_tile(dtypes.activation),
         row_full=int(target.rows.full.value),
+        lanes=target.tiling.lanes,
     )
     room = steps.mixed_tokens - steps.seqs
     mixed = Load(**{**vars(decode), "tokens": steps.mixed_tokens, "prefill_tokens": room})

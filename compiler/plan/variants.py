@@ -7,8 +7,9 @@ from ..graph.ir import BlockInst, Graph
 from ..graph.weights import block_of
 from ..problems import Problem
 
-# Parts of every program that are no declared block; they exist in plain XLA only.
+# What is no declared block and exists in plain XLA only: parts of every program, and parts that some blocks call.
 OTHERS = ("collectives", "embed", "head", "sampling")
+PARTS = ("router",)
 
 
 def usable(inst: BlockInst, target: Target) -> list[Variant]:
@@ -28,6 +29,9 @@ def check_variants(graph: Graph, target: Target) -> list[Problem]:
 
 
 def pick_variants(graph: Graph, target: Target) -> dict[str, str]:
-    """Block instance name (and OTHERS) -> variant name."""
-    blocks = {inst.name: usable(inst, target)[0].name for inst in graph.blocks().values()}
-    return blocks | dict.fromkeys(OTHERS, "xla")
+    """Block instance name, `<block>.<part>` for what its variant calls, and OTHERS -> variant name."""
+    chosen = {inst.name: usable(inst, target)[0] for inst in graph.blocks().values()}
+    parts = [(name, part) for name, variant in chosen.items() for part in variant.parts]
+    assert {part for _, part in parts} <= set(PARTS), parts
+    blocks = {name: variant.name for name, variant in chosen.items()}
+    return blocks | {f"{name}.{part}": "xla" for name, part in parts} | dict.fromkeys(OTHERS, "xla")

@@ -4,32 +4,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import shown
-from .expressions import Scope, Value
 from .fill import Filler, Tree, plain, reads
 from .layers import compress, rows
+from .scope import Scope, Value
 
 MAX_LAYERS = 2000
 _NAMES_UP_TO = 4  # equal neighbours written out as names; more of them are {mixer: name, repeat: n}
 
 
-def layer_entries(layers: dict[str, Any], filler: Filler, scope: Scope) -> list[Tree]:
-    """One filled entry per layer; [] with a problem where the layers cannot be told."""
+def layer_entries(layers: dict[str, Any], filler: Filler, scope: Scope) -> tuple[list[Tree], tuple[str, ...]]:
+    """One filled entry per layer, [] with a problem where the layers cannot be told; and what gave their number."""
     count = filler.fill(layers.get("count", "=num_hidden_layers"), scope, ("num_layers",))
     if filler.broken:
-        return []
-    scope.config.count_reads = count.reads
+        return [], count.reads
     number = count.value
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_LAYERS:
         text = f"expected a number of layers from 1 to {MAX_LAYERS}, got {shown(number)}"
         filler.wrong.append((next(reversed(count.reads), ""), text))
-        return []
+        return [], count.reads
+    return _entries(layers, number, filler, scope), count.reads
+
+
+def _entries(layers: dict[str, Any], number: int, filler: Filler, scope: Scope) -> list[Tree]:
     found = []
     for index in range(number):
         entry = filler.fill(layers["entry"], scope.inner(i=index, n=number), ("layers",))
         if filler.broken:
             return []
         found.append(entry)
-    wrong = {path: length for path, length in scope.config.lists.items() if length != number}
+    wrong = {path: length for path, length in scope.config.seen.lists.items() if length != number}
     filler.wrong += [(path, f"has {length} entries for {number} layers") for path, length in wrong.items()]
     return [] if wrong else found
 

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..problems import Problem
-from ..spec.limits import MAX_DEPTH, MAX_NODES
+from ..spec.limits import MAX_DEPTH, MAX_NODES, printable
 
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _ABSENT: Any = object()
@@ -22,7 +23,8 @@ class At:
     data: Mapping[str, Any]
 
     def child(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
+        word = printable(f"[{key}]" if "." in key else key)
+        return f"{self.path}.{word}" if self.path else word
 
 
 class MissingFieldError(LookupError):
@@ -34,24 +36,47 @@ class MissingFieldError(LookupError):
 
 
 @dataclass
+class Seen:
+    """What has been looked at. reads: paths whose value was used, in order; nulls: those that were null.
+
+    defaulted: those that a default stood in for. lists: length of every list that was indexed by the layer.
+    """
+
+    reads: dict[str, None] = field(default_factory=dict)
+    nulls: dict[str, None] = field(default_factory=dict)
+    defaulted: set[str] = field(default_factory=set)
+    lists: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Config:
-    """One config.json.
+    """One config.json, and a record of what was looked at.
 
     root: path of the mapping that bare names mean ("" = the file's top). defaults: what a field is when
-    the file leaves it out; defaulted: those that stood in. reads: paths whose value was used, in order;
-    nulls: those that were looked at and null. lists: length of every list that was indexed by the layer.
-    count_reads: what gave the number of layers.
+    the file leaves it out.
     """
 
     file: str
     data: dict[str, Any]
     root: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    reads: dict[str, None] = field(default_factory=dict)
-    nulls: dict[str, None] = field(default_factory=dict)
-    defaulted: set[str] = field(default_factory=set)
-    lists: dict[str, int] = field(default_factory=dict)
-    count_reads: tuple[str, ...] = ()
+    seen: Seen = field(default_factory=Seen)
+
+    @contextmanager
+    def recording(self, *, keep: bool = True) -> Iterator[dict[str, None]]:
+        """What is read inside, in order. keep: it also counts as read outside."""
+        outer, inner = self.seen.reads, dict[str, None]()
+        self.seen.reads = inner
+        try:
+            yield inner
+        finally:
+            self.seen.reads = outer
+            if keep:
+                outer.update(inner)
+
+    def note(self, paths: Iterable[str]) -> None:
+        """These count as read."""
+        self.seen.reads.update(dict.fromkeys(paths))
 
     @property
     def top(self) -> At:
@@ -60,10 +85,16 @@ class Config:
     @property
     def here(self) -> At:
         """The mapping that bare names mean."""
+        return self.inside(self.root) or At(self.root, {})
+
+    def inside(self, path: str) -> At | None:
+        """The mapping at a path; None where there is none."""
         place = self.top
-        for key in self.root.split(".") if self.root else ():
+        for key in path.split(".") if path else ():
             inner = place.data.get(key)
-            place = At(place.child(key), inner if isinstance(inner, Mapping) else {})
+            if not isinstance(inner, Mapping):
+                return None
+            place = At(place.child(key), inner)
         return place
 
     def look(self, place: At, key: str) -> Any:
@@ -73,7 +104,7 @@ class Config:
             return self._default(path)
         if isinstance(value, Mapping):
             return At(path, value)
-        self.reads[path] = None
+        self.note([path])
         return value
 
     def missing_under(self, path: str) -> Any:
@@ -84,24 +115,24 @@ class Config:
         name = path.removeprefix(f"{self.root}.") if self.root else path
         if name not in self.defaults:
             raise MissingFieldError(path)
-        self.reads[path] = None
-        self.defaulted.add(path)
+        self.note([path])
+        self.seen.defaulted.add(path)
         return self.defaults[name]
 
     def plain(self, value: Any) -> Any:
         """The value as data; a mapping counts as read with all it holds."""
         if not isinstance(value, At):
             return value
-        self.reads.update((path, None) for path, _ in leaves(value))
+        self.note([path for path, _ in leaves(value)] or [value.path])
         return dict(value.data)
 
 
 def shown(value: Any) -> str:
-    """A config value as a message shows it."""
+    """A config value as a message or comment shows it: on one line, not too long."""
     words = {True: "true", False: "false", None: "null"}
     text = words[value] if value is None or isinstance(value, bool) else ""
     text = text or (f"'{value}'" if isinstance(value, str) else str(value.data if isinstance(value, At) else value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return printable(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def leaves(place: At) -> Iterator[tuple[str, Any]]:
@@ -128,7 +159,7 @@ def read_config(path: Path, shown: str) -> tuple[Config | None, list[Problem]]:
     except json.JSONDecodeError as error:
         return None, [Problem("", f"is no JSON: {error.msg}", "", shown, error.lineno, error.colno)]
     except _DuplicateError as error:
-        return bad(f"has the key '{error}' twice in one object")
+        return bad(f"has the key '{printable(str(error))}' twice in one object")
     except (RecursionError, ValueError) as error:
         return bad(f"is no JSON that can be read: {str(error) or 'nested too deeply'}")
     if not isinstance(data, dict):
@@ -144,11 +175,13 @@ class _DuplicateError(ValueError):
 
 def _object(pairs: list[tuple[str, Any]]) -> Any:
     """One JSON object; `{"__float__": "Infinity"}`, as transformers 5 writes it, is that float."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        raise _DuplicateError(next(key for key, _ in pairs if sum(one == key for one, _ in pairs) > 1))
-    if data.keys() == {"__float__"} and data["__float__"] in _FLOATS:
-        return _FLOATS[data["__float__"]]
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise _DuplicateError(key)
+        data[key] = value
+    if data.keys() == {"__float__"} and isinstance(data["__float__"], str):
+        return _FLOATS.get(data["__float__"], data)
     return data
 
 

@@ -6,56 +6,17 @@ field of a field; `config` is the top of the file. docs/port.md lists what is ac
 
 import ast
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from .config import At, Config, MissingFieldError, shown
-from .functions import MAX_ITEMS, OPERATORS, PLAIN, is_number, matches
+from .config import At, MissingFieldError, shown
+from .functions import FUNCTIONS, LAZY, MAX_ITEMS, OPERATORS, PLAIN, is_number
+from .scope import ExpressionError, Scope, Value, WrongValueError
 
 MAX_LENGTH = 4000  # characters of an expression
 MAX_VALUE = 2**63
-
-
-class ExpressionError(Exception):
-    """An expression that is not accepted, or that cannot be computed from this file."""
-
-
-class WrongValueError(ExpressionError):
-    """A field whose value the recipe does not know. path: the field, "" when several take part."""
-
-    def __init__(self, text: str, path: str = ""):
-        super().__init__(text)
-        self.path = path
-
-
-@dataclass
-class Scope:
-    """What names mean. lets: expressions by name, computed where they are used. stored: see functions below."""
-
-    config: Config
-    lets: Mapping[str, Any] = field(default_factory=dict)
-    local: Mapping[str, Any] = field(default_factory=dict)
-    stored: "Mapping[str, tuple[int, ...]] | None" = None
-    open: tuple[str, ...] = ()  # lets that are being computed: inside its own text a let's name is the field
-
-    def inner(self, **local: Any) -> "Scope":
-        """The scope with more locals."""
-        return Scope(self.config, self.lets, {**self.local, **local}, self.stored, self.open)
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value and the config paths it was made from. computed: by an expression, not as the recipe has it.
-
-    kept: it is written even if it is null.
-    """
-
-    value: Any
-    reads: tuple[str, ...] = ()
-    computed: bool = False
-    kept: bool = False
+_BLAMED = 3  # fields named where several take part
 
 
 def evaluate(text: str, scope: Scope, *, place: bool = False) -> Value:
@@ -64,24 +25,21 @@ def evaluate(text: str, scope: Scope, *, place: bool = False) -> Value:
     place: a mapping of the file stays one, to be looked into later; else it is read with all it holds.
     """
     tree = parse(text)
-    outer, scope.config.reads = scope.config.reads, {}
-    try:
-        value = _walk(tree, scope)
-        value = value if place else scope.config.plain(value)
-    except ArithmeticError as error:
-        raise ExpressionError(f"'{text}' cannot be computed: {error}") from error
-    except TypeError as error:
-        raise ExpressionError(f"'{text}' cannot be computed: {error}; {_given(scope)}") from error
-    finally:
-        reads, scope.config.reads = tuple(scope.config.reads), outer
-        outer.update(dict.fromkeys(reads))
+    with scope.config.recording() as reads:
+        try:
+            value = _walk(tree, scope)
+            value = value if place else scope.config.plain(value)
+        except (ArithmeticError, TypeError) as error:
+            raise WrongValueError(f"'{text}' cannot be computed: {error}", _blame(reads)) from error
+        _check_size(value, text, reads)
     if isinstance(value, float) and not math.isfinite(value):
-        raise WrongValueError(f"{value} is no number a spec can hold", next(reversed(reads), ""))
-    return Value(_checked(value, text), reads, computed=True)
+        raise WrongValueError(f"{value} is no number a spec can hold", _blame(reads))
+    return Value(value, tuple(reads), computed=True)
 
 
-def _given(scope: Scope) -> str:
-    return f"it uses {', '.join(scope.config.reads) or 'no field'}"
+def _blame(reads: Sequence[str] | dict[str, None]) -> str:
+    """The fields a problem is about."""
+    return ", ".join(list(reads)[:_BLAMED])
 
 
 @cache
@@ -125,6 +83,38 @@ def _walk(node: ast.AST, scope: Scope) -> Any:
     return _NODES[type(node)](node, scope)
 
 
+def _traced(node: ast.AST, scope: Scope) -> tuple[Any, list[str]]:
+    """The value, and the fields it was made from."""
+    with scope.config.recording() as reads:
+        value = _walk(node, scope)
+    return value, list(reads)
+
+
+def _operand(node: ast.AST, scope: Scope) -> Any:
+    """A value to compute with, which a mapping of the file is not."""
+    value = _walk(node, scope)
+    if isinstance(value, At):
+        raise WrongValueError(f"expected a plain value, got {shown(value)}", value.path)
+    return value
+
+
+def _number(node: ast.AST, scope: Scope) -> Any:
+    """A side of an arithmetic operation, which null is not."""
+    value, reads = _traced(node, scope)
+    if isinstance(value, At) or value is None:
+        path = value.path if isinstance(value, At) else _first(reads)
+        raise WrongValueError(f"expected a number, got {shown(value)} (for '{ast.unparse(node)}')", path)
+    return value
+
+
+def _truth(node: ast.AST, scope: Scope) -> tuple[bool, Any]:
+    """Whether a condition holds, and its value. Text is no condition: 'false' would hold."""
+    value, reads = _traced(node, scope)
+    if isinstance(value, str) and reads:
+        raise WrongValueError(f"expected true or false, got {shown(value)}", reads[0])
+    return bool(value.data if isinstance(value, At) else value), value
+
+
 def _constant(node: ast.Constant, scope: Scope) -> Any:
     return node.value
 
@@ -144,7 +134,7 @@ def _local(value: Any, scope: Scope) -> Any:
     """A template's argument brings the fields it was made from."""
     if not isinstance(value, Value):
         return value
-    scope.config.reads.update(dict.fromkeys(value.reads))
+    scope.config.note(value.reads)
     return value.value
 
 
@@ -158,91 +148,104 @@ def _let(name: str, scope: Scope) -> Any:
 
 def _attribute(node: ast.Attribute, scope: Scope) -> Any:
     try:
-        place = _walk(node.value, scope)
+        place, reads = _traced(node.value, scope)
     except MissingFieldError as error:
         return scope.config.missing_under(f"{error.path}.{node.attr}")
+    path = reads[-1] if reads else ""
     if place is None:  # `rope_scaling: null` has no fields
-        return scope.config.missing_under(f"{_last(scope)}.{node.attr}")
+        return scope.config.missing_under(f"{path}.{node.attr}")
     if isinstance(place, dict) and node.attr in place:
         return place[node.attr]
     if isinstance(place, dict):
         raise MissingFieldError(node.attr)
     if not isinstance(place, At):
-        raise WrongValueError(f"expected a mapping, got {shown(place)}", _last(scope))
+        raise WrongValueError(f"expected a mapping, got {shown(place)}", path)
     return scope.config.look(place, node.attr)
 
 
 def _subscript(node: ast.Subscript, scope: Scope) -> Any:
-    container = _walk(node.value, scope)
-    path = _last(scope)
-    if isinstance(container, At):
-        return scope.config.look(container, str(_walk(node.slice, scope)))
+    container, reads = _traced(node.value, scope)
     if isinstance(node.slice, ast.Slice):
-        bounds = [
-            _walk(part, scope) if part else None for part in (node.slice.lower, node.slice.upper, node.slice.step)
-        ]
-        return _sequence(container, path)[slice(*bounds)]
-    key = _walk(node.slice, scope)
+        return _slice(node.slice, container, reads, scope)
+    key, key_reads = _traced(node.slice, scope)
+    if isinstance(container, At):
+        return scope.config.look(container, str(key))
     if isinstance(container, dict):
-        return _choose(container, key, scope)
-    if isinstance(node.slice, ast.Name) and node.slice.id == "i" and isinstance(container, list):
-        scope.config.lists[path] = len(container)
-    items = _sequence(container, path)
+        return _choose(container, key, key_reads or reads)
+    items = _sequence(container, reads)
+    if isinstance(node.slice, ast.Name) and node.slice.id == "i" and isinstance(container, list) and reads:
+        scope.config.seen.lists[_first(reads)] = len(container)
     if not isinstance(key, int):
-        raise ExpressionError(f"'{ast.unparse(node)}': {shown(key)} is no index")
+        raise WrongValueError(f"'{ast.unparse(node)}': {shown(key)} is no index", _blame(key_reads))
     if not -len(items) <= key < len(items):
-        raise WrongValueError(f"has {len(items)} entries, entry {key} is needed", path)
+        raise WrongValueError(f"has {len(items)} entries, entry {key} is needed", _first(reads))
     return items[key]
 
 
-def _choose(options: dict[Any, Any], key: Any, scope: Scope) -> Any:
+def _slice(part: ast.Slice, container: Any, reads: Sequence[str], scope: Scope) -> Any:
+    bounds = [_walk(bound, scope) if bound else None for bound in (part.lower, part.upper, part.step)]
+    return _sequence(container, reads)[slice(*bounds)]
+
+
+def _choose(options: dict[Any, Any], key: Any, reads: Sequence[str]) -> Any:
     """One entry of a mapping written in the recipe."""
     hashable = key is None or isinstance(key, str | int | float)
     if not hashable or key not in options:
         known = ", ".join("null" if one is None else str(one) for one in options)
-        raise WrongValueError(f"{shown(key)} is not known to the recipe (known: {known})", _last(scope))
+        path = key.path if isinstance(key, At) else _first(reads)
+        raise WrongValueError(f"{shown(key)} is not known to the recipe (known: {known})", path)
     return options[key]
 
 
-def _sequence(value: Any, path: str) -> Any:
+def _sequence(value: Any, reads: Sequence[str]) -> Any:
     if not isinstance(value, list | str):
+        path = value.path if isinstance(value, At) else _first(reads)
         raise WrongValueError(f"expected a list, got {shown(value)}", path)
     return value
 
 
-def _last(scope: Scope) -> str:
-    """The field that was read last: the one a wrong value most likely came from."""
-    return next(reversed(scope.config.reads), "")
+def _first(reads: Sequence[str]) -> str:
+    """The field a wrong value most likely came from; what is read after it says how much of it is meant."""
+    return next(iter(reads), "")
 
 
 def _binary(node: ast.BinOp, scope: Scope) -> Any:
-    left, right = _walk(node.left, scope), _walk(node.right, scope)
+    left, right = _number(node.left, scope), _number(node.right, scope)
     if isinstance(node.op, ast.Pow) and not (is_number(left) and is_number(right) and abs(right) <= 64):
         raise ExpressionError(f"'{ast.unparse(node)}': only small powers of numbers")
     if isinstance(node.op, ast.Mult):
         for items, times in ((left, right), (right, left)):
             if isinstance(items, list | str) and (not isinstance(times, int) or len(items) * times > MAX_ITEMS):
                 raise ExpressionError(f"'{ast.unparse(node)}': a list cannot be repeated {shown(times)} times")
-    return _checked(OPERATORS[type(node.op)](left, right), ast.unparse(node))
-
-
-def _unary(node: ast.UnaryOp, scope: Scope) -> Any:
-    return OPERATORS[type(node.op)](_walk(node.operand, scope))
-
-
-def _bool(node: ast.BoolOp, scope: Scope) -> Any:
-    value: Any = None
-    for part in node.values:
-        value = _walk(part, scope)
-        if bool(value) != isinstance(node.op, ast.And):
-            break
+    value = OPERATORS[type(node.op)](left, right)
+    _check_size(value, ast.unparse(node), scope.config.seen.reads)
     return value
 
 
+def _unary(node: ast.UnaryOp, scope: Scope) -> Any:
+    if isinstance(node.op, ast.Not):
+        return not _truth(node.operand, scope)[0]
+    return OPERATORS[type(node.op)](_operand(node.operand, scope))
+
+
+def _bool(node: ast.BoolOp, scope: Scope) -> Any:
+    """The operand that decides; of `or` it may be text, which is then a value."""
+    for part in node.values[:-1]:
+        if isinstance(node.op, ast.And):
+            holds, value = _truth(part, scope)
+        else:
+            value = _walk(part, scope)
+            holds = not value
+        if not holds:
+            return value
+    return _walk(node.values[-1], scope)
+
+
 def _compare(node: ast.Compare, scope: Scope) -> bool:
-    left = _walk(node.left, scope)
+    left = _operand(node.left, scope)
     for op, part in zip(node.ops, node.comparators, strict=True):
-        right = _walk(part, scope)
+        inside = isinstance(op, ast.In | ast.NotIn)
+        right = _walk(part, scope) if inside else _operand(part, scope)
         if isinstance(right, At):
             right = list(right.data)
         if not OPERATORS[type(op)](left, right):
@@ -252,7 +255,7 @@ def _compare(node: ast.Compare, scope: Scope) -> bool:
 
 
 def _if(node: ast.IfExp, scope: Scope) -> Any:
-    return _walk(node.body if _walk(node.test, scope) else node.orelse, scope)
+    return _walk(node.body if _truth(node.test, scope)[0] else node.orelse, scope)
 
 
 def _list(node: ast.List | ast.Tuple, scope: Scope) -> list[Any]:
@@ -271,9 +274,10 @@ def _comprehension(node: ast.ListComp, scope: Scope) -> list[Any]:
     (part,) = node.generators
     assert isinstance(part.target, ast.Name)
     name, found = part.target.id, []
-    for item in _sequence(scope.config.plain(_walk(part.iter, scope)), _last(scope)):
+    items, reads = _traced(part.iter, scope)
+    for item in _sequence(items, reads):
         inner = scope.inner(**{name: item})
-        if all(_walk(test, inner) for test in part.ifs):
+        if all(_truth(test, inner)[0] for test in part.ifs):
             found.append(_walk(node.elt, inner))
     return found
 
@@ -281,59 +285,22 @@ def _comprehension(node: ast.ListComp, scope: Scope) -> list[Any]:
 def _call(node: ast.Call, scope: Scope) -> Any:
     assert isinstance(node.func, ast.Name)
     name = node.func.id
-    if name in _LAZY:
-        return _LAZY[name](node.args, scope)
+    if name in LAZY:
+        return LAZY[name](node.args, scope, _walk)
+    with scope.config.recording() as reads:
+        values = [scope.config.plain(_walk(part, scope)) for part in node.args]
     try:
-        return FUNCTIONS[name](*(scope.config.plain(_walk(part, scope)) for part in node.args))
+        return PLAIN[name](*values)
     except (ValueError, IndexError) as error:
-        raise ExpressionError(f"'{ast.unparse(node)}' cannot be computed: {error}") from error
+        raise WrongValueError(f"'{ast.unparse(node)}' cannot be computed: {error}", _blame(reads)) from error
 
 
-def _get(args: list[ast.expr], scope: Scope) -> Any:
-    """The first argument that is there and not null; the last one is taken as it is."""
-    for part in args[:-1]:
-        before = dict(scope.config.reads)
-        try:
-            value = _walk(part, scope)
-        except MissingFieldError:
-            value = None
-        if value is not None:
-            return value
-        null = {path: None for path in scope.config.reads if path not in before}
-        scope.config.reads = before
-        _seen_null(scope, null)
-    return _walk(args[-1], scope)
-
-
-def _seen_null(scope: Scope, paths: dict[str, None]) -> None:
-    """Fields that are null were looked at, though the value comes from elsewhere."""
-    scope.config.nulls.update(paths)
-
-
-def _has(args: list[ast.expr], scope: Scope) -> bool:
-    return _get([*args, ast.Constant(None)], scope) is not None
-
-
-def _shape(args: list[ast.expr], scope: Scope) -> list[int] | None:
-    """Shape of the first stored tensor whose name matches; null when there is none, or no checkpoint was given."""
-    pattern = str(_walk(args[0], scope))
-    matching = (shape for name, shape in (scope.stored or {}).items() if matches(name, pattern))
-    found = next(matching, None)
-    return None if found is None else list(found)
-
-
-def _stored(args: list[ast.expr], scope: Scope) -> bool:
-    """Whether the checkpoint has such a tensor; without arguments: whether there is a checkpoint."""
-    return scope.stored is not None if not args else _shape(args, scope) is not None
-
-
-def _checked(value: Any, text: str) -> Any:
+def _check_size(value: Any, text: str, reads: Sequence[str] | dict[str, None]) -> None:
     """Values stay of a size that fits a spec."""
     if isinstance(value, complex) or (isinstance(value, int) and abs(value) >= MAX_VALUE):
-        raise ExpressionError(f"'{text}' is no number a spec can hold")
+        raise WrongValueError(f"'{text}' is no number a spec can hold", _blame(reads))
     if isinstance(value, list | str | dict) and len(value) > MAX_ITEMS:
-        raise ExpressionError(f"'{text}' has more than {MAX_ITEMS} entries")
-    return value
+        raise WrongValueError(f"'{text}' has more than {MAX_ITEMS} entries", _blame(reads))
 
 
 Walker = Callable[[Any, Scope], Any]
@@ -354,11 +321,3 @@ _NODES: dict[type[ast.AST], Walker] = {
     ast.ListComp: _comprehension,
     ast.Call: _call,
 }
-# Functions that see their arguments before they are computed.
-_LAZY: dict[str, Callable[[list[ast.expr], Scope], Any]] = {
-    "get": _get,
-    "has": _has,
-    "shape": _shape,
-    "stored": _stored,
-}
-FUNCTIONS: dict[str, Callable[..., Any]] = {**_LAZY, **PLAIN}

@@ -12,8 +12,9 @@ from typing import Any
 
 from ..problems import Problem
 from ..spec.marks import KeyPath, dotted
-from .config import MissingFieldError
-from .expressions import ExpressionError, Scope, Value, WrongValueError, evaluate
+from .config import MissingFieldError, shown
+from .expressions import evaluate
+from .scope import ExpressionError, Scope, Value, WrongValueError
 
 Tree = Any  # dict[str, Tree] | list[Tree] | Value
 OMITTED = Value(None)
@@ -24,7 +25,7 @@ class Filler:
     """Fills trees and collects what goes wrong.
 
     missing: config path -> the spec paths that need it. broken: spec paths without a value because of a problem.
-    nulls: spec paths whose value is null, with the fields that made it so. keep: mappings keep null values.
+    nulls: spec paths whose value is null, with the fields that made it so.
     """
 
     templates: Mapping[str, Any]
@@ -32,14 +33,13 @@ class Filler:
     wrong: list[tuple[str, str]] = field(default_factory=list)
     broken: set[KeyPath] = field(default_factory=set)
     nulls: dict[KeyPath, tuple[str, ...]] = field(default_factory=dict)
-    keep: bool = False
 
-    def fill(self, tree: Any, scope: Scope, path: KeyPath = ()) -> Tree:
-        """The tree with values; a Value of None where there is nothing to write."""
+    def fill(self, tree: Any, scope: Scope, path: KeyPath = (), *, keep: bool = False) -> Tree:
+        """The tree with values; a Value of None where there is nothing to write. keep: mappings keep null values."""
         if isinstance(tree, Mapping):
-            return self._mapping(tree, scope, path)
+            return self._mapping(tree, scope, path, keep)
         if isinstance(tree, list):
-            items = [self.fill(item, scope, (*path, index)) for index, item in enumerate(tree)]
+            items = [self.fill(item, scope, (*path, index), keep=keep) for index, item in enumerate(tree)]
             return [item for item in items if not omitted(item)]
         if isinstance(tree, str) and tree.startswith("="):
             return self.value(tree[1:], scope, path)
@@ -61,44 +61,46 @@ class Filler:
         self.broken.add(path)
         return OMITTED
 
-    def _mapping(self, tree: Mapping[str, Any], scope: Scope, path: KeyPath) -> Tree:
+    def _mapping(self, tree: Mapping[str, Any], scope: Scope, path: KeyPath, keep: bool) -> Tree:
         if "when" in tree and not self._holds(tree["when"], scope, path):
             return OMITTED
         tree = {key: item for key, item in tree.items() if key != "when"}
         if "use" in tree:
-            return self._use(tree, scope, path)
+            return self._use(tree, scope, path, keep)
         if "case" in tree:
-            return self._case(tree, scope, path)
-        filled = {key: self.fill(item, scope, (*path, key)) for key, item in tree.items()}
-        return {key: item for key, item in filled.items() if self.keep or not omitted(item)}
+            return self._case(tree, scope, path, keep)
+        filled = {key: self.fill(item, scope, (*path, key), keep=keep) for key, item in tree.items()}
+        return {key: item for key, item in filled.items() if keep or not omitted(item)}
 
     def _holds(self, condition: Any, scope: Scope, path: KeyPath) -> bool:
         value = self.fill(condition, scope, path)
+        if isinstance(value.value, str):
+            self._refuse(path, f"expected true or false, got {shown(value.value)}", next(iter(value.reads), ""))
         return bool(value.value)
 
-    def _use(self, tree: Mapping[str, Any], scope: Scope, path: KeyPath) -> Tree:
+    def _use(self, tree: Mapping[str, Any], scope: Scope, path: KeyPath, keep: bool) -> Tree:
         """A template, its arguments being locals. A mapping of the config is passed as it is, to be looked into."""
         name = tree["use"]
         if name not in self.templates:
             return self._refuse(path, f"the recipe has no template '{name}'")
         local = {key: self._argument(item, scope, path) for key, item in tree.items() if key != "use"}
-        return self.fill(self.templates[name], scope.inner(**local), path)
+        return self.fill(self.templates[name], scope.inner(**local), path, keep=keep)
 
     def _argument(self, item: Any, scope: Scope, path: KeyPath) -> Any:
         if isinstance(item, str) and item.startswith("="):
             return self.value(item[1:], scope, path, place=True)
         return item
 
-    def _case(self, tree: Mapping[str, Any], scope: Scope, path: KeyPath) -> Tree:
+    def _case(self, tree: Mapping[str, Any], scope: Scope, path: KeyPath, keep: bool) -> Tree:
         chosen = self.fill(tree["case"], scope, path)
         options = {key: item for key, item in tree.items() if key != "case"}
-        name = "null" if chosen.value is None else str(chosen.value)
+        name = chosen.value if isinstance(chosen.value, str) else shown(chosen.value)
         if path in self.broken:
             return OMITTED
         if name not in options:
-            text = f"'{name}' cannot be expressed for {dotted(path)} (known: {', '.join(options)})"
+            text = f"{shown(chosen.value)} cannot be expressed for {dotted(path)} (known: {', '.join(options)})"
             return self._refuse(path, text, next(reversed(chosen.reads), ""))
-        return self.fill(options[name], scope, path)
+        return self.fill(options[name], scope, path, keep=keep)
 
     def _refuse(self, path: KeyPath, text: str, field_path: str = "") -> Value:
         self.wrong.append((field_path, text))
@@ -123,7 +125,8 @@ def omitted(tree: Tree) -> bool:
 def on_top(tree: Tree, base: Tree) -> Tree:
     """What is written of a block that is like `base`: a null where it undoes something, and nowhere else.
 
-    What differs from the base stays, also where it says a default. tree: filled with Filler.keep.
+    What differs from the base stays, also where it says a default; a mapping that says just what the base's does
+    goes. tree: filled with `keep`.
     """
     if not isinstance(tree, dict):
         return tree
@@ -133,6 +136,8 @@ def on_top(tree: Tree, base: Tree) -> Tree:
         if isinstance(item, Value) and plain(below) not in (None, item.value):
             item = replace(item, computed=False, kept=True)
         found[key] = on_top(item, below)
+        if isinstance(item, dict) and plain(found[key]) == plain(below):
+            del found[key]
     return {key: item for key, item in found.items() if not omitted(item)}
 
 

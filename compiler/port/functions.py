@@ -1,4 +1,7 @@
-"""What expressions of recipes compute with: operators by syntax node, and the functions of plain values."""
+"""What expressions of recipes compute with: operators by syntax node, and functions.
+
+PLAIN functions take values. LAZY ones take the syntax trees of their arguments, the scope, and what walks a tree.
+"""
 
 import ast
 import math
@@ -6,6 +9,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from .config import MissingFieldError, shown
+from .scope import Scope
+
+Walk = Callable[[ast.AST, Scope], Any]
 MAX_ITEMS = 100_000  # of a list or text
 
 
@@ -24,6 +31,13 @@ def finite(value: Any) -> Any:
 def integer(value: Any) -> Any:
     """A float without fraction as an integer; rounds towards zero."""
     return int(value) if is_number(value) and math.isfinite(value) else value
+
+
+def real(value: Any) -> float:
+    """A number as a float. Text is no number, whatever it says."""
+    if not is_number(value):
+        raise ValueError(f"expected a number, got {shown(value)}")
+    return float(value)
 
 
 def count(items: Any, value: Any) -> int:
@@ -74,10 +88,59 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "log": math.log,
     "int": integer,
-    "float": float,
+    "float": real,
     "str": str,
     "round": round,
     "finite": finite,
     "count": count,
     "range": number_range,
 }
+
+
+def _get(args: list[ast.expr], scope: Scope, walk: Walk) -> Any:
+    """The first argument that is there and not null; the last one is taken as it is.
+
+    Where none is there and the last is a field too, the first is missing: the others are its other names.
+    """
+    missing = ""
+    for part in args[:-1]:
+        with scope.config.recording(keep=False) as reads:
+            try:
+                value = walk(part, scope)
+            except MissingFieldError as error:
+                value, missing = None, missing or error.path
+        if value is not None:
+            scope.config.note(reads)
+            return value
+        scope.config.seen.nulls.update(reads)  # looked at, though the value comes from elsewhere
+    try:
+        return walk(args[-1], scope)
+    except MissingFieldError as error:
+        named = isinstance(args[-1], ast.Name | ast.Attribute)
+        raise MissingFieldError(missing if named and missing else error.path) from error
+
+
+def _has(args: list[ast.expr], scope: Scope, walk: Walk) -> bool:
+    return _get([*args, ast.Constant(None)], scope, walk) is not None
+
+
+def _shape(args: list[ast.expr], scope: Scope, walk: Walk) -> list[int] | None:
+    """Shape of the first stored tensor whose name matches; null when there is none, or no checkpoint was given."""
+    pattern = str(walk(args[0], scope))
+    matching = (shape for name, shape in (scope.stored or {}).items() if matches(name, pattern))
+    found = next(matching, None)
+    return None if found is None else list(found)
+
+
+def _stored(args: list[ast.expr], scope: Scope, walk: Walk) -> bool:
+    """Whether the checkpoint has such a tensor; without arguments: whether there is a checkpoint."""
+    return scope.stored is not None if not args else _shape(args, scope, walk) is not None
+
+
+LAZY: dict[str, Callable[[list[ast.expr], Scope, Walk], Any]] = {
+    "get": _get,
+    "has": _has,
+    "shape": _shape,
+    "stored": _stored,
+}
+FUNCTIONS: tuple[str, ...] = (*LAZY, *PLAIN)

@@ -68,13 +68,19 @@ def _alike(ids: list[int], start: int, after: list[int]) -> list[int]:
 
 
 def _runs(alike: list[int], start: int) -> list[Run]:
-    """Every run that begins here: each period with all repeats it has."""
-    end = len(alike) - 1
-    return [
-        Run(start, period, repeat)
-        for period in range(1, end - start + 1)
-        for repeat in range(1, alike[start + period] // period + 2)
-    ]
+    """Every run that begins here: each period with all repeats it has.
+
+    A pattern that is itself a shorter one repeated is left out: the shorter one says the same.
+    """
+    most = len(alike) - 1 - start
+    found, longer = [], set[int]()
+    for period in range(1, most + 1):
+        if period in longer:
+            continue
+        repeats = alike[start + period] // period + 1
+        found += [Run(start, period, repeat) for repeat in range(1, repeats + 1)]
+        longer.update(range(2 * period, repeats * period + 1, period))
+    return found
 
 
 def rows(items: Sequence[T]) -> list[tuple[T, int]]:

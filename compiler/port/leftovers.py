@@ -28,7 +28,7 @@ def leftovers(config: Config, ignored: Mapping[str, str], unread: Mapping[str, s
     ignored: fnmatch pattern of a path (from the root, or from the file's top) -> reason; what is below goes
     with it. unread: path -> the block that would have used it, had a layer used the block.
     """
-    used = config.reads.keys() | config.nulls.keys()
+    used = config.seen.reads.keys() | config.seen.nulls.keys()
     found = []
     for path, value in leaves(config.top):
         if path in used or value is None or value == {}:

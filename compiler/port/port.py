@@ -1,7 +1,7 @@
 """A Hugging Face config.json as a commented spec: what its family's recipe makes of it, checked like any spec."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moec.blocks.registry import BLOCKS
@@ -13,14 +13,15 @@ from ..spec.marks import dotted
 from ..spec.schema import ModelSpec
 from ..spec.validate import Finding
 from .arrange import block_names, groups, layer_entries, renamed
-from .config import Config, shown
-from .expressions import Scope, Value
+from .config import At, Config, Seen, shown
 from .fill import Filler, Tree, on_top, plain, reads
-from .leftovers import Leftover, comment, leftovers
-from .recipes import DRAFT, Recipe, load_recipe, merge, recipe_of
-from .table import Stored, choose_lines, unnamed
+from .leftovers import UNKNOWN, Leftover, comment, leftovers
+from .recipes import DRAFT, Recipe, changes_of, load_recipe, merge_recipe, recipe_of
+from .scope import Scope, Value
+from .table import Stored, choose_lines, questions_about, unnamed
 from .text import Style, render
 from .trim import trim
+from .types import wrong_types
 
 SECTIONS = (
     ("spec_version", "name", "hidden_size", "vocab_size", "max_context", "num_layers"),
@@ -38,7 +39,8 @@ class Ported:
 
     text: the spec. graph: what it says, None while a draft says nothing sound. recipe: its name; draft: there
     is none for this model_type. leftovers: fields that nothing in the spec comes from. questions: what the
-    reader has to answer, by spec path.
+    reader has to answer, by spec path; asked: the stored tensors that some are about. inexpressible: what a draft
+    leaves out because it cannot be said.
     """
 
     text: str
@@ -47,6 +49,19 @@ class Ported:
     draft: bool
     leftovers: tuple[Leftover, ...]
     questions: Mapping[str, Sequence[str]]
+    asked: tuple[str, ...] = ()
+    inexpressible: tuple[Problem, ...] = ()
+    model_type: Any = None
+
+    @property
+    def unknown(self) -> tuple[Leftover, ...]:
+        """Fields that nothing was made of, for no reason that the recipe knows."""
+        return tuple(one for one in self.leftovers if one.reason == UNKNOWN)
+
+    @property
+    def open(self) -> bool:
+        """Whether something is left for the reader to settle."""
+        return bool(self.inexpressible or self.unknown or any(self.questions.values()))
 
 
 @dataclass
@@ -74,24 +89,31 @@ def port(config: Config, name: str, stored: Stored | None = None) -> Ported:
     stored: shapes of the tensors of a checkpoint; the table then has just the lines that it needs.
     """
     work = _begin(config, stored)
-    _refuse(inexpressible(work))
+    config, cannot = work.config, inexpressible(work)
+    _refuse([] if work.draft else cannot)
     spec, table = _filled(work, name)
-    problems = work.filler.problems(config.file)
+    problems = work.filler.problems(config.file) + wrong_types(config, work.recipe.part("types"))
     graph, findings = _assembled(spec) if spec["layers"] else (None, [])
     problems += _located(findings, spec, work)
-    _refuse(problems if work.filler.broken or not work.draft else [])
-    questions = _questions(work, spec)
+    _refuse(problems if work.filler.missing or not spec["layers"] or not work.draft else [])
+    questions, asked = _questions(work, spec), list[str]()
     if graph is not None:
         spec["checkpoint"] = choose_lines(table, graph, stored)
         if work.draft and stored is not None:
-            questions.setdefault("checkpoint", []).extend(unnamed(spec["checkpoint"], stored))
-        graph, findings = _assembled(spec)
+            asked = unnamed(spec["checkpoint"], stored)
+            questions.setdefault("checkpoint", []).extend(questions_about(asked, stored))
+        whole, findings = _assembled(spec)
+        if whole is None and stored is not None and not work.draft:  # the checkpoint lacks what the model needs
+            spec["checkpoint"] = choose_lines(table, graph, None)
+            whole, findings = _assembled(spec)
+        graph = whole
         problems += _located(findings, spec, work)
         _refuse([] if work.draft else problems)
     for problem in dict.fromkeys(problems):
         questions.setdefault("", []).append(f"{problem.path}: {problem.text}")
     left = leftovers(config, work.recipe.part("ignored"), work.unread)
-    return Ported(_text(work, spec, left, questions), graph, work.recipe.name, work.draft, left, questions)
+    text, kind = _text(work, spec, left, questions, cannot), config.data.get("model_type")
+    return Ported(text, graph, work.recipe.name, work.draft, left, questions, tuple(asked), tuple(cannot), kind)
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -101,38 +123,76 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 def _filled(work: _Port, name: str) -> tuple[dict[str, Tree], Tree]:
     """The spec without its checkpoint table, and the whole table of the recipe."""
-    entries = layer_entries(work.recipe.part("layers"), work.filler, work.scope)
+    entries, source = layer_entries(work.recipe.part("layers"), work.filler, work.scope)
     spec: dict[str, Tree] = {"spec_version": Value(1), "name": Value(name), **work.fill("spec")}
     blocks, entries = _blocks(work, entries)
-    count = Value(len(entries), work.config.count_reads)
-    spec |= {"num_layers": count, "blocks": blocks, "layers": groups(entries)}
+    spec |= {"num_layers": Value(len(entries), source), "blocks": blocks, "layers": groups(entries)}
     return trim(spec, ModelSpec), work.fill("checkpoint")
 
 
 def _begin(config: Config, stored: Stored | None) -> _Port:
-    """Choose the recipe: by the file's model_type, else by that of its text part, else the draft's."""
-    inner = config.data.get("text_config")
-    places = [config.data, inner if isinstance(inner, Mapping) else {}]
-    kinds = [kind for place in places if isinstance(kind := place.get("model_type"), str)]
-    recipe = load_recipe(next((name for kind in kinds if (name := recipe_of(kind))), DRAFT))
-    config.nulls["model_type"] = None  # used, here
-    roots = [root for root in recipe.part("roots") if isinstance(config.data.get(root), Mapping)]
-    config.root, config.defaults = roots[0] if roots else "", recipe.part("defaults")
+    """Choose the recipe: by the file's model_type, else by that of a part that a recipe calls its root, else a draft's.
+
+    The record of what is read is a fresh one: a config can be ported again.
+    """
+    recipe = next(_recipes(config), None) or load_recipe(DRAFT)
+    root = _root(config, recipe)
+    seen = Seen(nulls={"model_type": None})  # used, here
+    config = replace(config, root=root, defaults=recipe.part("defaults"), seen=seen)
     return _Port(config, recipe, Filler(recipe.part("templates")), Scope(config, recipe.part("let"), {}, stored), {})
+
+
+def _root(config: Config, recipe: Recipe) -> str:
+    """The mapping of the text decoder's fields, "" for the file's top."""
+    for path in recipe.part("roots"):
+        if config.inside(path):
+            return str(path)
+        if config.data.get(path) is not None:
+            text = f"expected a mapping, got {shown(config.data[path])}"
+            raise ProblemsError([Problem(path, text, "the text decoder's fields", config.file)])
+    return ""
+
+
+def _recipes(config: Config) -> Iterator[Recipe]:
+    """Recipes for a model_type of the file: its own, or of a part that the recipe takes for the text decoder."""
+    for place in _parts(config.top):
+        kind = place.data.get("model_type")
+        name = recipe_of(kind) if isinstance(kind, str) else None
+        recipe = load_recipe(name) if name else None
+        if recipe and (not place.path or place.path in recipe.part("roots")):
+            yield recipe
+
+
+def _parts(place: At, depth: int = 2) -> Iterator[At]:
+    """The mapping and those in it."""
+    yield place
+    for key, inner in place.data.items() if depth else ():
+        if isinstance(inner, Mapping):
+            yield from _parts(At(place.child(key), inner), depth - 1)
 
 
 def inexpressible(work: _Port) -> list[Problem]:
     """What this model needs and the language does not have, one problem per field."""
     found = []
     for path, entry in work.recipe.part("inexpressible").items():
-        condition = entry.get("when", f"=has({path})")
-        value = work.filler.fill(condition, work.scope, ("inexpressible", path))
-        if value.value:
-            given = work.filler.fill(f"=get({path}, None)", work.scope, ("inexpressible", path))
-            stands = "" if given.value is None else f"{path} is {shown(given.value)}: "
-            text = f"{stands}{entry['means']}, which cannot be expressed yet"
-            found.append(Problem(path, text, f"needs {entry['needs']}", work.config.file))
+        if not work.filler.fill(entry.get("when", f"=has({path})"), work.scope, ("inexpressible", path)).value:
+            continue
+        given = work.filler.fill(f"=get({path}, None)", work.scope, ("inexpressible", path))
+        always = entry.get("when") is True  # of all models of the family, whatever the field says
+        stands = "" if given.value is None or always else f"is {shown(given.value)}: "
+        text = f"{stands}{entry['means']}, which cannot be expressed yet"
+        place = "model_type" if always and given.value is None else _in_file(work, path)
+        found.append(Problem(place, text, f"needs {entry['needs']}", work.config.file))
     return found
+
+
+def _in_file(work: _Port, path: str) -> str:
+    """The field that a path means whose first word is a `let`."""
+    head, _, rest = path.partition(".")
+    if not rest or head not in work.scope.lets:
+        return path
+    place = work.filler.value(head, work.scope, ("inexpressible", path), place=True).value
+    return f"{place.path}.{rest}" if isinstance(place, At) else path
 
 
 def _blocks(work: _Port, entries: list[Tree]) -> tuple[dict[str, Tree], list[Tree]]:
@@ -141,15 +201,16 @@ def _blocks(work: _Port, entries: list[Tree]) -> tuple[dict[str, Tree], list[Tre
     A block that is like one that no layer uses takes that one's place, name and lines of the table. Others that
     are like it are then said of this one.
     """
-    declared, used = work.recipe.part("blocks"), block_names(entries)
-    names: dict[str, str] = {}
+    declared: dict[str, Any] = work.recipe.part("blocks")
+    used, names = block_names(entries), dict[str, str]()
     bodies: dict[str, Any] = {}
     for name in (one for one in declared if one in used):
-        body, base = declared[name], declared[name].get("like")
-        if base is not None and base not in used and base not in names.values():
+        body = declared[name]
+        base: str = body.get("like") or ""
+        if base and base not in used and base not in names.values():
             names[name], body = base, _in_full(body, declared)
         elif base in names.values():
-            body = {"like": base, **_said_of(_in_full(body, declared), bodies[base])}
+            body = {"like": base, **changes_of(_in_full(body, declared), bodies[base])}
         bodies[names.get(name, name)] = body
     bodies = dict(sorted(bodies.items(), key=lambda item: _is_ffn(item[1], declared)))
     unknown = [name for name in used if name not in declared]
@@ -163,30 +224,20 @@ def _blocks(work: _Port, entries: list[Tree]) -> tuple[dict[str, Tree], list[Tre
 
 def _in_full(body: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """A derived block of the recipe with what its base says."""
-    whole: dict[str, Any] = merge(declared[body["like"]], {key: item for key, item in body.items() if key != "like"})
+    own = {key: item for key, item in body.items() if key != "like"}
+    whole: dict[str, Any] = merge_recipe(declared[body["like"]], own)
     return whole
-
-
-def _said_of(whole: Any, other: Any) -> Any:
-    """What `whole` says on top of `other`: null for what it lacks. Templates and cases are taken as they are."""
-    for one in (whole, other):
-        if not isinstance(one, Mapping) or one.keys() & {"use", "case", "when"}:
-            return whole
-    keys = [key for key in {**other, **whole} if whole.get(key) != other.get(key)]
-    return {key: _said_of(whole.get(key), other.get(key)) for key in keys}
 
 
 def _filled_blocks(work: _Port, bodies: Mapping[str, Any]) -> dict[str, Tree]:
     """The blocks with their values; those that are like another on top of it."""
-    filled: dict[str, Tree] = {}
-    for name, body in bodies.items():
-        work.filler.keep = "like" in body
-        filled[name] = work.filler.fill(body, work.scope, ("blocks", name))
-    work.filler.keep = False
+    filled: dict[str, Tree] = {
+        name: work.filler.fill(body, work.scope, ("blocks", name), keep="like" in body) for name, body in bodies.items()
+    }
 
     def whole(name: str) -> Tree:
         base = bodies[name].get("like")
-        return merge(whole(base), filled[name]) if base else filled[name]
+        return merge_recipe(whole(base), filled[name]) if base else filled[name]
 
     return {
         name: on_top(body, whole(bodies[name]["like"])) if "like" in bodies[name] else body
@@ -202,10 +253,9 @@ def _is_ffn(body: Mapping[str, Any], declared: Mapping[str, Any]) -> bool:
 
 def _note_reads(work: _Port, name: str, body: Any) -> None:
     """The fields that a block would use which no layer uses; what is wrong with them does not matter."""
-    before, work.config.reads = work.config.reads, {}
-    Filler(work.filler.templates).fill(body, work.scope, ("blocks", name))
-    work.unread.update({path: name for path in work.config.reads if path not in before})
-    work.config.reads = before
+    with work.config.recording(keep=False) as found:
+        Filler(work.filler.templates).fill(body, work.scope, ("blocks", name))
+    work.unread.update({path: name for path in found if path not in work.config.seen.reads})
 
 
 def _assembled(spec: Mapping[str, Tree]) -> tuple[Graph | None, list[Finding]]:
@@ -221,9 +271,9 @@ def _located(findings: Iterable[Finding], spec: Tree, work: _Port) -> list[Probl
         path = one.path[1:]
         if any(path == place[: len(path)] for place in work.filler.broken):
             continue  # it is incomplete because of a problem that is told
-        paths = reads(_at(spec, path)) or work.filler.nulls.get(_named(one, path), ())
+        paths = work.filler.nulls.get(_named(one, path), ()) or reads(_at(spec, path))
         place = paths[0] if len(paths) == 1 else ", ".join(paths[:3])
-        text = f"{one.text} (for {dotted(path)})" if paths else one.text
+        text = f"{one.text} (for {dotted(path)})" if paths and path else one.text
         problems.append(Problem(place or dotted(path), text, one.hint, work.config.file))
     return problems
 
@@ -252,8 +302,11 @@ def _questions(work: _Port, spec: Mapping[str, Tree]) -> dict[str, list[str]]:
         if path is None:
             continue
         for ask in asks if isinstance(asks, list) else [asks]:
-            if work.filler.fill(ask.get("when", True), work.scope, ("questions", about)).value:
-                found.setdefault(path, []).append(ask["ask"])
+            with work.config.recording(keep=False):  # what is only asked about is not used
+                asked = work.filler.fill(ask.get("when", True), work.scope, ("questions", about)).value
+                text = work.filler.fill(ask["ask"], work.scope, ("questions", about)).value if asked else None
+            if text:
+                found.setdefault(path, []).append(str(text))
     return found
 
 
@@ -271,10 +324,15 @@ def _anchor(about: str, spec: Mapping[str, Tree]) -> str | None:
 
 
 def _text(
-    work: _Port, spec: Mapping[str, Tree], left: Sequence[Leftover], questions: Mapping[str, Sequence[str]]
+    work: _Port,
+    spec: Mapping[str, Tree],
+    left: Sequence[Leftover],
+    questions: Mapping[str, Sequence[str]],
+    cannot: Sequence[Problem],
 ) -> str:
     style = Style(lambda paths: _sources(work.config, paths), work.recipe.part("notes"), questions)
-    head = [*_header(work), *(f"# QUESTION: {ask}" for ask in questions.get("", ()))]
+    head = [*_header(work), *(f"# CANNOT BE EXPRESSED: {one.path}: {one.text} ({one.hint})" for one in cannot)]
+    head += [f"# QUESTION: {ask}" for ask in questions.get("", ())]
     report = comment(left, work.config.root)
     return "\n".join(head) + "\n" + render(SECTIONS, spec, style) + ("\n" + "\n".join(report) + "\n" if report else "")
 
@@ -283,11 +341,12 @@ def _header(work: _Port) -> list[str]:
     where = f" below {work.config.root}" if work.config.root else ""
     by = f"specs/families/{work.recipe.name}.yaml"
     made = f"a draft by {by}: its model_type has no recipe" if work.draft else f"by {by}"
+    source = f"# A comment names the config field{where} that a value comes from; what has none is"
+    computes = f"how the architecture\n# computes: {work.recipe.data.get('source', 'not known yet')}."
     return [
         f"# {work.recipe.data.get('title', 'A model')}",
         f"# Written by `moec port` from config.json, {made}.",
-        f"# A comment names the config field{where} that a value comes from; what has none is how the architecture",
-        f"# computes: {work.recipe.data.get('source', 'not known yet')}.",
+        f"{source} {'a guess, or from the tensors.' if work.draft else computes}",
     ]
 
 
@@ -298,5 +357,5 @@ def _sources(config: Config, paths: Sequence[str]) -> str:
         inside = config.root and path.startswith(f"{config.root}.")
         beside = " (top level)" if config.root and not inside else ""
         name = path.removeprefix(f"{config.root}.") + beside
-        words.append(f"{name} (not in the file: the default)" if path in config.defaulted else name)
+        words.append(f"{name} (not in the file: the default)" if path in config.seen.defaulted else name)
     return ", ".join(words)

@@ -23,6 +23,7 @@ KEYS = {
     "source": str,
     "roots": list,
     "defaults": dict,
+    "types": dict,
     "let": dict,
     "templates": dict,
     "spec": dict,
@@ -85,17 +86,26 @@ def _merged(name: str, folder: Path, above: tuple[str, ...]) -> dict[str, Any]:
         return data
     whole = _merged(base, folder, (*above, name))
     whole.pop("model_types", None)
-    return merge(whole, data)
+    return merge_recipe(whole, data)
 
 
-def merge(base: Any, changes: Any) -> Any:
+def merge_recipe(base: Any, changes: Any) -> Any:
     """Mappings key by key, null takes away, all else is replaced. `{replace: X}` is X without merging."""
     if isinstance(changes, Mapping) and changes.keys() == {"replace"}:
         return changes["replace"]
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
-    whole = {**base, **{key: merge(base.get(key), value) for key, value in changes.items()}}
+    whole = {**base, **{key: merge_recipe(base.get(key), value) for key, value in changes.items()}}
     return {key: value for key, value in whole.items() if value is not None or key not in base}
+
+
+def changes_of(whole: Any, base: Any) -> Any:
+    """The other way round: what makes `base` the whole. Templates and cases are taken as they are."""
+    for one in (whole, base):
+        if not isinstance(one, Mapping) or one.keys() & {"use", "case", "when"}:
+            return whole
+    keys = [key for key in {**base, **whole} if whole.get(key) != base.get(key)]
+    return {key: changes_of(whole.get(key), base.get(key)) for key in keys}
 
 
 def _read(name: str, folder: Path) -> dict[str, Any]:

@@ -83,18 +83,39 @@ def name_matcher(pattern: str) -> re.Pattern[str]:
 
 
 def unnamed(table: Tree, stored: Stored) -> list[str]:
-    """Stored tensors that the table has no line for, alike ones once."""
+    """Stored tensors that the table has no line for."""
     data = plain(table) or {}
     prefixes = tuple(data.get("prefix", ()))
     matchers = [name_matcher(one) for pattern in data.get("tensors", {}) for one in expand_prefix(pattern, prefixes)]
     ignored = [one for pattern in data.get("ignore", ()) for one in expand_prefix(pattern, prefixes)]
-    left = (
+    return [
         name
         for name in stored
         if not any(m.fullmatch(name) for m in matchers) and not any(fnmatchcase(name, one) for one in ignored)
-    )
-    return list(dict.fromkeys(_question(name, stored) for name in left))
+    ]
 
 
-def _question(name: str, stored: Stored) -> str:
-    return f"what is {re.sub(r'(?<=[.])[0-9]+(?=[.])', 'N', name)}, shape {list(stored[name])}?"
+def questions_about(names: Iterable[str], stored: Stored) -> list[str]:
+    """What these tensors are, alike ones once, with the layers they are in where those are few."""
+    layers = {number for name in stored if (number := _layer(name)) is not None}
+    found: dict[str, set[int]] = {}
+    for name in names:
+        text = f"what is {_NUMBER.sub('N', name)}, shape {list(stored[name])}"
+        found.setdefault(text, set()).update({number} if (number := _layer(name)) is not None else ())
+    return [f"{text}{_where(inside, layers)}?" for text, inside in found.items()]
+
+
+_NUMBER = re.compile(r"(?<=[.])[0-9]+(?=[.])")
+_FEW = 4  # layers that are named one by one
+
+
+def _layer(name: str) -> int | None:
+    """The first number in a name."""
+    match = _NUMBER.search(name)
+    return int(match.group()) if match and len(match.group()) < 6 else None
+
+
+def _where(inside: Collection[int], layers: Collection[int]) -> str:
+    if not inside or len(inside) == len(layers) or len(inside) > _FEW:
+        return ""
+    return f" (N = {', '.join(map(str, sorted(inside)))} only)"

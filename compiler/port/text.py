@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .expressions import Value
 from .fill import Tree, plain, reads
+from .scope import Value
 from .table import owner, targets
 
 WIDTH = 110  # columns a line may have with its comment before its mapping is spread over lines

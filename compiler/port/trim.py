@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..spec.suggest import children, unwrap
-from .expressions import Value
 from .fill import Tree, plain
+from .scope import Value
 
 _NEUTRAL = (False, None, "none", 1.0)
 

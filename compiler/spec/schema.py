@@ -44,14 +44,15 @@ class Residual(Frozen):
     """How blocks add to the residual stream; a bare form means {form: ...}.
 
     form: pre x + f(n(x)); post x + n(f(x)); sandwich x + n2(f(n1(x))); parallel x + f(n(x)) + g(n(x));
-    normed_skip n(x) + f(n(x)). scale: factor of what is added; skip: of what is kept; ffn_scale, ffn_skip:
-    those of the ffn slot where they differ. branch_norms: blocks that share an addition have norms of
+    normed_skip n(x) + f(n(x)). scale: factor of what is added; skip: of what is kept; ffn_form, ffn_scale,
+    ffn_skip: those of the ffn slot where they differ. branch_norms: blocks that share an addition have norms of
     their own. layer_scale: a stored scalar multiplies the layer's result.
     """
 
     form: Literal["pre", "post", "sandwich", "parallel", "normed_skip"] = "pre"
     scale: float = 1.0
     skip: float = 1.0
+    ffn_form: Literal["pre", "post", "sandwich", "normed_skip"] | None = None
     ffn_scale: float | None = None
     ffn_skip: float | None = None
     branch_norms: bool = False

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from pydantic import ValidationError
 
-from moec.blocks.core.declare import BlockFields, HeadCut, ModelDims, divisors
+from moec.blocks.core.declare import BlockFields, HeadCut, ModelDims, NormFields, divisors
 from moec.blocks.registry import BLOCKS
 
 from ..graph.build import override_fields
@@ -22,6 +23,8 @@ _BLOCK_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Keys of a layer's weights, of the checkpoint table and prefixes of the program's own constants.
 RESERVED = frozenset({"embed", "head", "layer", "ffn", "mixer", "norm", "post", "scale", "final", "max", "num", "page"})
 RESERVED_ENDS = ("_norm", "_norm_bias")  # keys of a layer's norms
+MAX_SIZE = 2**31 - 1
+SMALLEST = 1e-30
 MAX_LAYERS = 10_000  # far above any model; a slip of the pen must not fill the memory
 
 
@@ -30,8 +33,11 @@ def check_model(parsed: Parsed) -> list[Finding]:
     spec = parsed.spec
     if spec is None:
         return []
-    dims = ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm)
+    num_layers = None if "layers" in parsed.poisoned else sum(group.num_layers for group in spec.layers)
+    dims = ModelDims(spec.hidden_size, spec.vocab_size, spec.defaults.norm, num_layers)
     findings: list[Finding] = []
+    findings += _check_norm(spec.defaults.norm, (*_MODEL, "defaults", "norm"))
+    findings += _check_norm(spec.final_norm.resolve(spec.defaults.norm), (*_MODEL, "final_norm"))
     findings += _check_block_names(parsed)
     for name, fields in _usable(spec).items():
         findings += _check_block(fields, dims, (*_MODEL, "blocks", name))
@@ -66,9 +72,30 @@ def _usable(spec: ModelSpec) -> dict[str, BlockFields]:
 
 
 def _check_block(fields: BlockFields, dims: ModelDims, path: KeyPath) -> list[Finding]:
-    """The block's own checks."""
+    """Numbers a program can hold, then the block's own checks."""
+    odd = [Finding((*path, *place), *wrong) for place, value in _numbers(fields.model_dump()) if (wrong := _odd(value))]
+    if odd:
+        return odd
     found = BLOCKS[_kind(fields)]().check(fields, dims)
     return [Finding((*path, *one.path), one.text, one.hint) for one in found]
+
+
+def _numbers(value: Any, place: KeyPath = ()) -> Iterator[tuple[KeyPath, int | float]]:
+    """Every number of plain data with its place."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in parts:
+        yield from _numbers(part, (*place, key))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield place, value
+
+
+def _odd(value: int | float) -> tuple[str, str] | None:
+    """(text, hint) when a program could not compute with the number: sizes are int32, values float32."""
+    if isinstance(value, int) and abs(value) > MAX_SIZE:
+        return f"{value} is too large", f"at most {MAX_SIZE}"
+    if isinstance(value, float) and value and not SMALLEST <= abs(value) <= 1 / SMALLEST:
+        return f"{value:g} is no number to compute with", f"0, or {SMALLEST:g} to {1 / SMALLEST:g}"
+    return None
 
 
 def _check_entry(
@@ -77,42 +104,64 @@ def _check_entry(
     """Both slots of one pattern entry."""
     findings: list[Finding] = []
     ffn_path = (*path, "ffn") if entry.ffn else (*path[:3], "ffn")
-    ffns = entry.ffn or group.ffn or ()
+    ffns: tuple[str, ...] = entry.ffn or group.ffn or ()
     if entry.mixer is None and not ffns:
-        findings.append(Finding(path, "no block: neither this entry nor its group names one", _slot_names(spec, "mixer")))
+        hint = _slot_names(spec, "mixer")
+        findings.append(Finding(path, "no block: neither this entry nor its group names one", hint))
     if entry.mixer is not None:
         findings += _check_slot(parsed, spec, (*path, "mixer"), entry.mixer, "mixer")
     for index, ffn in enumerate(ffns):
         findings += _check_slot(parsed, spec, (*ffn_path, index) if len(ffns) > 1 else ffn_path, ffn, "ffn")
     if len(ffns) != len(set(ffns)):
         findings.append(Finding(ffn_path, "a block cannot run beside itself"))
-    if entry.override.ffn and len(ffns) > 1:
-        text = f"which of {', '.join(ffns)} is meant?"
-        findings.append(Finding((*path, "override", "ffn"), text, "declare a block of its own: {like: ...}"))
-    for slot, names, changes in (
-        ("mixer", (entry.mixer,), entry.override.mixer),
-        ("ffn", ffns, entry.override.ffn),
-    ):
-        if not changes or len(names) > 1:
-            continue
-        if not any(names):
-            findings.append(Finding((*path, "override", slot), f"there is no {slot} to be overridden"))
-        elif names[0] in _usable(spec):
-            findings += _check_override(spec.blocks[names[0]], changes, dims, (*path, "override", slot))
+    mixers = (entry.mixer,) if entry.mixer else ()
+    findings += _check_overridden(spec, mixers, entry.override.mixer, dims, (*path, "override", "mixer"))
+    findings += _check_overridden(spec, ffns, entry.override.ffn, dims, (*path, "override", "ffn"))
     return list(dict.fromkeys(findings + _check_residual(spec, path, entry, len(ffns))))
 
 
-def _check_residual(spec: ModelSpec, path: KeyPath, entry: LayerEntry, num_ffns: int) -> list[Finding]:
-    """Fields of the residual form that would have no effect in this entry, where it states the form itself."""
-    residual = entry.residual
-    if residual is None:
+def _check_overridden(
+    spec: ModelSpec, names: tuple[str, ...], changes: dict[str, Any], dims: ModelDims, path: KeyPath
+) -> list[Finding]:
+    """Changed fields belong to the one block of their slot."""
+    if not changes:
         return []
-    place, findings = (*path, "residual"), []
-    together = num_ffns > 1 or (residual.form == "parallel" and num_ffns + bool(entry.mixer) > 1)
+    if len(names) != 1:
+        text = f"which of {', '.join(names)} is meant?" if names else f"there is no {path[-1]} to be overridden"
+        return [Finding(path, text, "declare a block of its own: {like: ...}" if names else "")]
+    return _check_override(spec.blocks[names[0]], changes, dims, path) if names[0] in _usable(spec) else []
+
+
+def _check_norm(norm: NormFields, path: KeyPath) -> list[Finding]:
+    """What only one kind of norm has."""
+    if norm.kind == "rms" and norm.bias:
+        return [Finding((*path, "bias"), "an RMS norm has no bias", "kind: layer, or leave bias out")]
+    if norm.kind == "layer" and norm.zero_centered:
+        return [Finding((*path, "zero_centered"), "a LayerNorm's gain is no offset from 1", "leave zero_centered out")]
+    return []
+
+
+def _check_residual(spec: ModelSpec, path: KeyPath, entry: LayerEntry, num_ffns: int) -> list[Finding]:
+    """Fields of the residual form that would have no effect in this entry."""
+    residual, both = entry.residual or spec.defaults.residual, bool(entry.mixer and num_ffns)
+    place = (*path, "residual") if entry.residual else (*_MODEL, "defaults", "residual")
+    parallel, findings = residual.form == "parallel", []
+    together = num_ffns > 1 or (parallel and both)
+    given = [name for name in ("ffn_form", "ffn_scale", "ffn_skip") if getattr(residual, name) is not None]
+    if parallel:
+        text = "the blocks of form 'parallel' share one addition"
+        findings += [Finding((*place, name), text, "scale and skip are those of all") for name in given]
+    if together and residual.branch_norms and "normed_skip" in (residual.form, residual.ffn_form):
+        text = "form 'normed_skip' keeps the input that all blocks share, which branch_norms do not have"
+        findings.append(Finding((*place, "branch_norms"), text, "leave it out"))
+    if entry.residual is None:
+        return findings
     if residual.branch_norms and not together:
         findings.append(Finding((*place, "branch_norms"), "no blocks share an addition here", "leave it out"))
-    if residual.form == "parallel" and not (entry.mixer and num_ffns):
+    if parallel and not both:
         findings.append(Finding((*place, "form"), "parallel needs a mixer and an ffn", "form: pre"))
+    if given and not num_ffns:
+        findings.append(Finding((*place, given[0]), "there is no ffn here", "leave it out"))
     return findings
 
 
@@ -138,6 +187,8 @@ def _slot_names(spec: ModelSpec, slot: str) -> str:
 
 def _check_override(fields: BlockFields, changes: dict, dims: ModelDims, path: KeyPath) -> list[Finding]:
     """A layer entry's changed fields, by the block's types and own checks."""
+    if "like" in changes:
+        return [Finding((*path, "like"), "what a block is like is said where it is declared", "leave it out", True)]
     try:
         changed = override_fields(fields, changes)
     except ValidationError as error:
@@ -150,7 +201,14 @@ def _check_unused(parsed: Parsed, spec: ModelSpec) -> list[Finding]:
     used = {name for _, group, entry in entries(spec) for name in _names(group, entry)}
     text = "block '{}' is declared but no layer uses it"
     paths = {name: (*_MODEL, "blocks", name) for name in parsed.declared if name not in used}
-    return [Finding(path, text.format(name), "use it in layers, or remove it", True) for name, path in paths.items()]
+    findings = [
+        Finding(path, text.format(name), "use it in layers, or remove it", True) for name, path in paths.items()
+    ]
+    for index, group in enumerate(spec.layers):
+        if group.ffn and all(entry.ffn for entry in group.pattern):
+            path = (*_MODEL, "layers", index, "ffn")
+            findings.append(Finding(path, "every entry of the group names an ffn of its own", "leave it out"))
+    return findings
 
 
 def _check_block_names(parsed: Parsed) -> list[Finding]:

@@ -147,7 +147,9 @@ def _parse_blocks(blocks: Any) -> tuple[dict[str, BlockFields], list[Finding]]:
     for name in blocks if isinstance(blocks, Mapping) else ():
         path = ("model", "blocks", name)
         body = _with_base(name, blocks, findings)
-        fields = _block_type(body, path, findings) if body is not None else None
+        if body is None:
+            continue
+        fields = _block_type(body, path, findings)
         if fields is None:
             continue
         block, found = parse(fields, body, path)

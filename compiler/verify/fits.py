@@ -1,12 +1,11 @@
 """Whether a checkpoint fills a model: the loader's own resolution over the graph's weights, no plan needed."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from moec.blocks.core.array_info import ArrayInfo, Op
 from moec.blocks.core.declare import Weight
 from moec.runtime.checkpoint import Checkpoint
-from moec.runtime.program import Program
 from moec.runtime.resolve import Target, resolve
 
 from ..graph.ir import Graph
@@ -17,14 +16,14 @@ _CUTS = ("slice", "group_slice", "stride")  # ops that leave the rest of a tenso
 
 
 class _Whole:
-    """The graph's weights as a program would hold them on one device in float32; offers what resolve reads."""
+    """The graph's weights as a program would hold them on one device in float32; a Loadable."""
 
     def __init__(self, graph: Graph):
         table = graph.checkpoint
         self.graph = graph
-        self.IGNORE = table.ignore if table else ()
-        self.SCALE_SUFFIX = table.scale_suffix if table else None
-        self.SCALE_BLOCK = table.scale_block if table else None
+        self.IGNORE: tuple[str, ...] = table.ignore if table else ()
+        self.SCALE_SUFFIX: str | None = table.scale_suffix if table else None
+        self.SCALE_BLOCK: tuple[int, int] | None = table.scale_block if table else None
 
     def weights(self) -> dict[str, Any]:
         """One array per weight and layer: a tree as resolve walks it."""
@@ -42,7 +41,7 @@ class _Whole:
 
 def misfits(graph: Graph, checkpoint: Checkpoint) -> list[str]:
     """Everything that keeps the checkpoint from filling the weights, each message beginning with a tensor's name."""
-    targets, problems = resolve(cast(Program, _Whole(graph)), checkpoint)
+    targets, problems = resolve(_Whole(graph), checkpoint)
     return problems + list(_used_twice(targets))
 
 

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 
 from moec.runtime.generate import generate
 from moec.runtime.program import Program, load_program
-from moec.runtime.score import score
+from moec.runtime.score import score, trace
 from moec.runtime.weights import Progress, load_weights
 
 from ..problems import Problem, ProblemsError
 from . import chunks
-from .recording import STEP_PREFILL, STEPS, check_vocab, read_reference
+from .recording import STEP_PREFILL, STEPS, TAP, check_vocab, read_reference
 from .report import Check, Frozen, Section, Status, combine, verdict
 
 TOLERANCE = 1e-4
@@ -31,7 +31,8 @@ SEED = 0
 class Recorded(Frozen):
     """Result of verify_recorded. max_abs_err: kind -> largest |logit difference|; greedy ids side by side.
 
-    load_notes: conversions of the checkpoint that lost bits.
+    load_notes: conversions of the checkpoint that lost bits. first_difference: where the hidden states part,
+    when the logits do and the recording has the hidden states.
     """
 
     program: str
@@ -41,6 +42,7 @@ class Recorded(Frozen):
     greedy: tuple[int, ...]
     greedy_wanted: tuple[int, ...]
     load_notes: tuple[str, ...] = ()
+    first_difference: str = ""
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -59,6 +61,7 @@ class Recorded(Frozen):
     def sections(self) -> tuple[Section, ...]:
         """For report.render."""
         facts = tuple(("note", note) for note in self.load_notes)
+        facts += (("first difference", self.first_difference),) if self.first_difference else ()
         return (Section(title=f"recorded reference {self.reference}: {self.program}", facts=facts, checks=self.checks),)
 
 
@@ -84,7 +87,9 @@ def verify_recorded(
     }
     prompt, wanted = arrays["gen_prompt"][0].tolist(), arrays["gen"][0].tolist()
     (completion,) = generate(program, mesh, weights, [prompt], max_tokens=len(wanted))
+    wrong = max(errors.values()) > tolerance
     return Recorded(
+        first_difference=_first_difference(program, mesh, weights, arrays, tolerance) if wrong else "",
         program=program.NAME,
         reference=str(reference),
         tolerance=tolerance,
@@ -93,6 +98,25 @@ def verify_recorded(
         greedy_wanted=tuple(wanted),
         load_notes=tuple(notes),
     )
+
+
+def _first_difference(
+    program: Program, mesh: Mesh, weights: Any, arrays: Mapping[str, np.ndarray], tolerance: float
+) -> str:
+    """The first recorded hidden state that the program does not reproduce, relative to its root mean square."""
+    ids = arrays["ids_a"].tolist()
+    lengths = [len(tokens) for tokens in ids]
+    traces = trace(program, mesh, weights, ids, chunks.whole(lengths, chunks.largest_chunk(program, len(ids))))
+    last = len(traces[0].hidden) - 1
+    for index in range(last + 1):
+        wanted = arrays.get(f"{TAP}{index}")
+        if wanted is None or wanted.shape[-1] != traces[0].hidden.shape[-1]:
+            return ""
+        error = _error([one.hidden[index] for one in traces], list(wanted))
+        if error > tolerance * max(float(np.sqrt(np.mean(wanted**2))), 1.0):
+            place = "the embedding" if index == 0 else f"layer {index - 1}"
+            return f"{place if index < last else f'{place} or the final norm'} (max_abs_err {error:.3e})"
+    return "the head: all recorded hidden states agree"
 
 
 def mesh_on(program: Program, devices: Sequence[Any]) -> Mesh:

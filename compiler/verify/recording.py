@@ -1,5 +1,6 @@
 """Reading a recorded reference (keys: recorded.py); free of jax, so that it can be checked before anything runs."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from ..problems import Problem, ProblemsError
 
 REQUIRED = ("ids_a", "logits_a", "ids_b", "logits_b", "gen_prompt", "gen")
 OPTIONAL = ("logits_step",)
+TAP = "hidden_a_"  # + layer: its input for ids_a [2, n, D]; the last one is the output of the final norm
 STEP_PREFILL = 20
 STEPS = 15
 
@@ -19,7 +21,8 @@ def read_reference(path: Path) -> dict[str, np.ndarray]:
             archive = np.load(file)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("one array, not an archive of them (.npz)")
-            arrays = {name: archive[name] for name in (*REQUIRED, *OPTIONAL) if name in archive.files}
+            taps = [name for name in archive.files if re.fullmatch(TAP + "[0-9]+", name)]
+            arrays = {name: archive[name] for name in (*REQUIRED, *OPTIONAL, *taps) if name in archive.files}
     except Exception as error:  # a damaged archive raises whatever zipfile, zlib and numpy run into
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ProblemsError([Problem("", f"cannot read the reference {path}: {reason}")]) from error
@@ -51,10 +54,11 @@ def _forms(arrays: dict[str, np.ndarray]) -> list[str]:
     """Arrays of another kind or rank than documented."""
     found = []
     for name, array in arrays.items():
-        logits = name.startswith("logits")
-        kind, kinds, rank = ("floats", "f", 3) if logits else ("integers", "iu", 2)
+        values = name.startswith(("logits", TAP))
+        kind, kinds, rank = ("floats", "f", 3) if values else ("integers", "iu", 2)
         if array.dtype.kind not in kinds or array.ndim != rank or 0 in array.shape:
-            axes = "[sequences, tokens, vocabulary]" if logits else "[sequences, tokens]"
+            last = "hidden" if name.startswith(TAP) else "vocabulary"
+            axes = f"[sequences, tokens, {last}]" if values else "[sequences, tokens]"
             found.append(f"{name} is {array.dtype} {list(array.shape)}, expected {kind} {axes}, none of them 0")
     return found
 

@@ -88,6 +88,9 @@ def attend(
     return xla.attention(h, w, pool, batch, index_rows(batch), pool_layer=layer, **options)
 
 
+rows_of = jax.jit(index_rows)
+
+
 @jax.jit
 def write(pool, new_TC, batch: Batch):
     """The same rows into every layer."""
@@ -97,13 +100,13 @@ def write(pool, new_TC, batch: Batch):
 def assert_matches_reference(
     h, w, pool, batch: Batch, layer: int, shape: AttentionShape, max_q: int, tolerance: float
 ) -> None:
-    rows = index_rows(batch)
+    rows = rows_of(batch)
     options = geometry(shape) | TILES | {"pool_layer": layer, "max_q": max_q}
     want, want_new = ref.attention(h, w, pool, batch, rows, **options)
     got, got_new = attend(h, w, pool, batch, layer, shape=shape, max_q=max_q)
     valid = np.asarray(rows.valid)
     assert got_new.dtype == pool.dtype and got.dtype == h.dtype
-    np.testing.assert_allclose(np.asarray(got, np.float32)[valid], want[valid], atol=tolerance, rtol=0)
+    np.testing.assert_allclose(np.asarray(got, np.float32)[valid], np.asarray(want)[valid], atol=tolerance, rtol=0)
     # Anything narrower than float32 may round the other way: one step of the coarser dtype.
     step = max(float(jnp.finfo(dtype).eps) for dtype in (h.dtype, pool.dtype)) if tolerance > TOLERANCE else 0
     new, want_new = (np.asarray(x, np.float32)[valid] for x in (got_new, want_new))
@@ -121,16 +124,10 @@ def test_ragged_batch_matches_reference(name: str, mix: str, batch_of) -> None:
     assert_matches_reference(h, w, pool, batch, seed % LAYERS, shape, TOKENS, TOLERANCE)
 
 
-DECODE_CASES = [
-    *((name, 5) for name in TEST_SHAPES),
-    *((name, 1) for name in ("gated_partial_rope", "window_sinks_bias")),
-]
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "rows"), DECODE_CASES)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("name", "rows"), [("gated_partial_rope", 5), ("window_sinks_bias", 1)])
 def test_decode_bucket_matches_reference(name: str, rows: int, seed: int, batch_of) -> None:
-    """max_q = 1: only the decode path exists; the last rows are padding when there is more than one."""
+    """max_q = 1: only the decode path exists (mixed steps have it too, in all shapes); the last of 5 are padding."""
     shape, rng = TEST_SHAPES[name], np.random.default_rng([seed, 13])
     lengths = [(int(old), 1) for old in rng.integers(0, 100, max(1, rows - 2))]
     batch = batch_of(lengths, num_decode=len(lengths), num_tokens=rows, num_rows=rows, seed=seed)
@@ -138,12 +135,7 @@ def test_decode_bucket_matches_reference(name: str, rows: int, seed: int, batch_
     assert_matches_reference(h, w, pool, batch, seed % LAYERS, shape, 1, TOLERANCE)
 
 
-TILE_CASES = [
-    *(("gated_partial_rope", *tiles) for tiles in ((24, 40), (7, 152), (130, 16))),
-    ("window_sinks_bias", 16, 16),
-    ("window_sinks_bias", 7, 152),
-    ("chunks_l2_after_rope", 7, 16),
-]
+TILE_CASES = [("gated_partial_rope", 7, 152), ("window_sinks_bias", 24, 16)]
 
 
 @pytest.mark.parametrize(("name", "q_block", "kv_block"), TILE_CASES)
@@ -158,10 +150,10 @@ def test_any_tiles_match_the_reference(name: str, q_block: int, kv_block: int, b
     batch = batch_of(lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=q_block)
     h, w, pool = normal(rng, TOKENS, shape.hidden), draw_weights(shape, rng), draw_pool(shape, rng)
     options = geometry(shape) | TILES | {"pool_layer": 1, "max_q": TOKENS}
-    want = ref.attention(h, w, pool, batch, index_rows(batch), **options)[0]
+    want = ref.attention(h, w, pool, batch, rows_of(batch), **options)[0]
     got = attend(h, w, pool, batch, 1, shape=shape, q_block=q_block, kv_block=kv_block)[0]
     used = sum(new for _, new in lengths)
-    np.testing.assert_allclose(got[:used], want[:used], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(np.asarray(got)[:used], np.asarray(want)[:used], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(("page_size", "kv_block"), [(16, 512), (48, 480), (256, 512), (512, 1024)])
@@ -172,6 +164,7 @@ def test_tuned_tiles_are_whole_pages(page_size: int, kv_block: int) -> None:
 
 
 DIMS = ModelDims(32, 8, NormFields())
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 64}
 SMALL = {"kind": "attention", "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
@@ -183,6 +176,7 @@ SMALL = {"kind": "attention", "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8
         {"norm": {"eps": 1e-5}, "v_norm": "head"},
         {"qk_norm": "l2", "qk_norm_place": "after_rope", "rope": {"dim": 4, "theta": 1e4}},
         {"v_head_dim": 6, "window": 4, "sinks": True},
+        {"rope": {"dim": 8, "theta": 1e4, "scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}},
     ],
 )
 def test_what_has_an_effect_is_accepted(changes: dict[str, Any]) -> None:
@@ -199,7 +193,9 @@ def test_what_has_an_effect_is_accepted(changes: dict[str, Any]) -> None:
         (
             {"qk_norm": "head", "norm": {"kind": "layer"}},
             FieldProblem(
-                ("norm",), "query, key and value norms are RMS norms without bias", "set norm: {kind: rms, bias: false}"
+                ("norm",),
+                "each norm of queries, keys and values is an RMS norm without bias",
+                "set {kind: rms, bias: false}",
             ),
         ),
         (
@@ -223,6 +219,14 @@ def test_what_has_an_effect_is_accepted(changes: dict[str, Any]) -> None:
         (
             {"rope": {"dim": 10, "theta": 1e4}},
             FieldProblem(("rope", "dim"), "rope dim 10 must be even and at most head_dim 8"),
+        ),
+        (
+            {"rope": {"dim": 8, "theta": 1e4, "scaling": YARN | {"mscale_all_dim": 1.0}}},
+            FieldProblem(
+                ("rope", "scaling", "mscale_all_dim"),
+                "mscale_all_dim has no effect without mscale where it does not scale scores",
+                "remove it",
+            ),
         ),
     ],
 )
@@ -256,7 +260,8 @@ class Sequence:
     def __init__(self, shape: AttentionShape, length: int, seed: int, batch_of: Callable[..., Batch]) -> None:
         rng = np.random.default_rng([seed, 15])
         self.shape, self.batch_of, self.rng = shape, batch_of, rng
-        self.w, self.pool, self.h = draw_weights(shape, rng), draw_pool(shape, rng), normal(rng, length, shape.hidden)
+        self.w, self.pool = draw_weights(shape, rng), draw_pool(shape, rng)
+        self.h = np.asarray(normal(rng, length, shape.hidden))
         self.table, self.other = np.split(rng.permutation(np.arange(1, PAGES))[: 2 * PAGES_PER_SEQ], 2)
 
     def feed(self, start: int, count: int, *, as_decode: bool = False) -> np.ndarray:
@@ -269,10 +274,11 @@ class Sequence:
             lengths, num_decode=2 * as_decode, num_tokens=TOKENS, num_rows=ROWS, seed=start, tables=np.stack(tables)
         )  # fmt: skip
         first = 0 if as_decode else 2
-        h = normal(self.rng, TOKENS, self.shape.hidden).at[first : first + count].set(self.h[start : start + count])
+        h = np.array(normal(self.rng, TOKENS, self.shape.hidden))
+        h[first : first + count] = self.h[start : start + count]
         out, new = attend(h, self.w, self.pool, batch, 1, shape=self.shape)
         self.pool = write(self.pool, new, batch)
-        return np.asarray(out[first : first + count])
+        return np.asarray(out)[first : first + count]
 
 
 @pytest.mark.parametrize("pieces", [(64, 66), (1, 2, 3, 63, 61), (13, 50, 67)])
@@ -293,10 +299,9 @@ def test_decode_steps_equal_prefill(name: str, batch_of) -> None:
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_page_order_does_not_matter(seed: int, batch_of) -> None:
+def test_page_order_does_not_matter(batch_of) -> None:
     """The same history under two page tables gives the same bits."""
-    shape, rng = TEST_SHAPES["gated_partial_rope"], np.random.default_rng([seed, 16])
+    shape, rng = TEST_SHAPES["gated_partial_rope"], np.random.default_rng(16)
     lengths, (w, pool) = [(37, 1), (21, 30)], (draw_weights(shape, rng), draw_pool(shape, rng))
     tables = rng.permutation(np.arange(1, PAGES))[: 4 * PAGES_PER_SEQ].reshape(2, 2, PAGES_PER_SEQ)
     moved = np.array(pool).reshape(LAYERS, PAGES, *pool.shape[1:])
@@ -305,7 +310,7 @@ def test_page_order_does_not_matter(seed: int, batch_of) -> None:
     outs = []
     for table, kv in zip(tables, (pool, jnp.asarray(moved).reshape(pool.shape)), strict=True):
         batch = batch_of(lengths, num_decode=1, num_tokens=TOKENS, num_rows=ROWS, seed=0, tables=table)
-        outs.append(np.asarray(attend(h, w, kv, batch, 2, shape=shape)[0][:31]))
+        outs.append(np.asarray(attend(h, w, kv, batch, 2, shape=shape)[0])[:31])
     np.testing.assert_array_equal(*outs)
 
 
@@ -321,10 +326,10 @@ def test_nothing_of_other_requests_is_read(mix: str, name: str, batch_of) -> Non
         position = np.arange(oldest_seen(shape, old), old)
         mine[np.asarray(batch.page_table)[row, position // PAGE_SIZE], position % PAGE_SIZE] = True
     assert mine.any() == (shape.window != 1)  # a window of 1 sees nothing cached
-    dirty = jnp.where(jnp.asarray(np.tile(mine, (LAYERS, 1)))[..., None], pool, jnp.nan)
+    dirty = np.where(np.tile(mine, (LAYERS, 1))[..., None], pool, np.nan)
     used = sum(new for _, new in lengths)
-    clean = attend(h, w, pool, batch, 1, shape=shape)[0]
-    got = attend(h.at[used:].set(jnp.nan), w, dirty, batch, 1, shape=shape)[0]
+    padded = np.where(np.arange(TOKENS)[:, None] < used, h, np.nan)
+    clean, got = (np.asarray(attend(*given, batch, 1, shape=shape)[0]) for given in ((h, w, pool), (padded, w, dirty)))
     np.testing.assert_array_equal(got[:used], clean[:used])
 
 
@@ -335,17 +340,15 @@ def oldest_seen(shape: AttentionShape, position: int) -> int:
     return position // shape.chunk * shape.chunk if shape.chunk is not None else 0
 
 
-@pytest.mark.parametrize("reach", [1, 2, 8, 9, 10, 17, 90, 1000])
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize(("reach", "page_size"), [(1, 1), (2, 1), (90, 1), (1, 8), (8, 8), (9, 8), (10, 8), (1000, 8)])
 def test_pages_before_the_window_are_left_out(reach: int, page_size: int) -> None:
     """What is walked: the pages from the oldest key in reach to the last cached one, and never more than fit there."""
     rules = xla._AttnScoreRules(1.0, None, reach, None)
     start = np.arange(0, 20 * page_size)
     table = np.arange(1, 1 + 20 * len(start)).reshape(len(start), 20)
     oldest = np.maximum(start - reach + 1, 0)
-    pages, cached, skipped = map(
-        np.asarray, xla._attn_skip(jnp.asarray(table), jnp.asarray(start), jnp.asarray(oldest), page_size, rules)
-    )
+    skip = jax.jit(xla._attn_skip, static_argnums=(3, 4))
+    pages, cached, skipped = map(np.asarray, skip(table, start, oldest, page_size, rules))
     for row, position in enumerate(start):
         needed = table[row, oldest[row] // page_size : -(-position // page_size)]
         walked = pages[row, : -(-cached[row] // page_size)]
@@ -384,11 +387,8 @@ def local_pool(pool: jax.Array, shape: AttentionShape, tp: int, part: int, copie
 
 # Degrees that divide the query heads, and divide the key/value heads or are a multiple of them.
 TP_CASES = [
-    ("gated_partial_rope", 2),
-    ("gated_partial_rope", 4),
     ("window_sinks_bias", 2),
     ("window_wide_values", 3),
-    ("full_norm_keys_as_values", 2),
     ("full_norm_keys_as_values", 4),
 ]
 
@@ -403,30 +403,31 @@ def test_head_shards_add_up(name: str, tp: int, batch_of) -> None:
     want = attend(h, w, pool, batch, 0, shape=shape)[0]
     copies = max(1, tp // shape.num_kv_heads)
     local = replace(shape, num_q_heads=shape.num_q_heads // tp, num_kv_heads=shape.num_kv_heads * copies // tp)
-    parts = [local_weights(w, shape, tp, part, copies) for part in range(tp)]
-    pools = [local_pool(pool, shape, tp, part, copies) for part in range(tp)]
-    stacked, kv = jax.tree.map(lambda *x: jnp.stack(x), *parts), jnp.stack(pools)
-
-    @partial(jax.vmap, in_axes=(0, 0), axis_name="heads")
-    def one(w, kv):
-        return attend(h, w, kv, batch, 0, shape=local, sum_axes=("heads",))[0]
+    parts = [
+        (local_weights(w, shape, tp, part, copies), local_pool(pool, shape, tp, part, copies)) for part in range(tp)
+    ]
+    if shape.qk_norm == "full":  # the only one that speaks to the other devices
+        one = partial(attend, shape=local, sum_axes=("heads",))
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+        outs = jax.vmap(lambda part: one(h, *part, batch, 0)[0], axis_name="heads")(stacked)
+    else:
+        outs = [attend(h, *part, batch, 0, shape=local)[0] for part in parts]
 
     used = sum(new for _, new in lengths)
-    np.testing.assert_allclose(one(stacked, kv).sum(axis=0)[:used], want[:used], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(sum(map(np.asarray, outs))[:used], np.asarray(want)[:used], atol=TOLERANCE, rtol=0)
 
 
 # bfloat16 rounds queries, probabilities and outputs to 2^-9 relative each; outputs here reach 1.1 and
 # errors of 0.5e-2 are measured. The cache is rounded alike in both, but a difference before the rounding
 # (1e-7 in float32, 2^-9 in bfloat16) can fall on two sides of an edge: one cache step in one key of a
 # row, 2^-8 (bfloat16) or 2^-3 (float8) of a value that the softmax averages.
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("activation", "cache", "tolerance"),
     [
         (jnp.bfloat16, jnp.bfloat16, 1.5e-2),
         (jnp.bfloat16, jnp.float32, 1.5e-2),
         (jnp.bfloat16, jnp.float8_e4m3fn, 5e-2),
-        (jnp.float32, jnp.bfloat16, 2e-3),
         (jnp.float32, jnp.float8_e4m3fn, 5e-2),
     ],
 )
@@ -445,9 +446,9 @@ def test_narrow_dtypes_stay_close(activation, cache, tolerance: float, seed: int
 
 def test_float8_cache_saturates(batch_of) -> None:
     """float8_e4m3fn ends at 448; the plain cast would give NaN."""
-    shape, rng = TEST_SHAPES["plain_gqa"], np.random.default_rng(20)
+    shape, rng = TEST_SHAPES["gated_partial_rope"], np.random.default_rng(20)
     batch = batch_of([(0, 5)], num_decode=0, num_tokens=TOKENS, num_rows=ROWS, seed=0)
     h, w = 2000 * normal(rng, TOKENS, shape.hidden), draw_weights(shape, rng)
     out, new = attend(h, w, draw_pool(shape, rng).astype(jnp.float8_e4m3fn), batch, 0, shape=shape)
     assert np.isfinite(np.asarray(out)).all()
-    assert np.abs(np.asarray(new[:5], np.float32)).max() == 448
+    assert np.abs(np.asarray(new, np.float32)[:5]).max() == 448

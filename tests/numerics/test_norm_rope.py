@@ -7,8 +7,10 @@ off by 0.04 rad at position 1e6.
 """
 
 import math
+from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 from moec.blocks.core import rope_spec
 from moec.blocks.core.declare import FieldProblem
 from moec.blocks.core.norm import rms_norm
+from moec.blocks.core.ref import rms_of, rotated
 from moec.blocks.core.rope import rope
 from moec.blocks.core.rope_fields import (
     RopeFields,
@@ -38,28 +41,47 @@ from moec.blocks.core.rope_spec import (
     rope_frequencies,
 )
 
+turn = jax.jit(rope, static_argnums=2)
+norm = jax.jit(rms_norm, static_argnames=("eps", "zero_centered"))
 
-@pytest.mark.parametrize("seed", range(4))
+
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_rms_norm_is_the_formula(zero_centered: bool, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    x, w = rng.normal(size=(3, 5, 64)) * 10.0 ** rng.integers(-3, 4), rng.normal(size=64)
+def test_rms_norm_is_the_formula(zero_centered: bool) -> None:
+    """Of rows of very different sizes; ref.rms_of is the same in numpy."""
+    rng = np.random.default_rng(1)
+    x, w = rng.normal(size=(3, 5, 64)) * 10.0 ** rng.integers(-3, 4, (3, 5, 1)), rng.normal(size=64)
     want = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * (1 + w if zero_centered else w)
-    got = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), eps=1e-5, zero_centered=zero_centered)
+    got = norm(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), eps=1e-5, zero_centered=zero_centered)
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(rms_of(x, w, eps=1e-5, zero_centered=zero_centered), want, atol=1e-9, rtol=0)
+
+
+def test_rms_norm_without_gain() -> None:
+    x = np.random.default_rng(2).normal(size=(4, 16))
+    want = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32), None, eps=1e-5, zero_centered=False), want, atol=1e-5)
+    np.testing.assert_allclose(rms_of(x, eps=1e-5), want, atol=1e-9)
+
+
+def test_rms_norm_of_a_dim_cut_over_devices_is_that_of_the_whole() -> None:
+    rng = np.random.default_rng(3)
+    x, w = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((5, 24), (24,)))
+    cut = partial(rms_norm, eps=1e-5, zero_centered=True, sum_axes=("parts",))
+    parts = jax.vmap(cut, axis_name="parts")(jnp.stack(jnp.split(x, 3, axis=1)), w.reshape(3, 8))
+    want = rms_norm(x, w, eps=1e-5, zero_centered=True)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), want, atol=1e-5, rtol=0)
 
 
 def test_epsilon_is_inside_the_root() -> None:
-    got = rms_norm(jnp.full((1, 4), 1e-3), jnp.ones(4), eps=1e-6, zero_centered=False)
+    got = norm(jnp.full((1, 4), 1e-3), jnp.ones(4), eps=1e-6, zero_centered=False)
     np.testing.assert_allclose(got, 1 / np.sqrt(2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_rms_norm_rounds_where_checkpoints_expect(zero_centered: bool, seed: int) -> None:
+def test_rms_norm_rounds_where_checkpoints_expect(zero_centered: bool) -> None:
     """bfloat16: plain gain multiplies the rounded value, zero-centred gain multiplies before the one rounding."""
-    rng, bf16 = np.random.default_rng(seed), ml_dtypes.bfloat16
-    x, w = rng.normal(size=(7, 32)).astype(bf16), rng.normal(size=32).astype(bf16)
+    rng, bf16 = np.random.default_rng(1), ml_dtypes.bfloat16
+    x, w = rng.normal(size=(21, 32)).astype(bf16), rng.normal(size=32).astype(bf16)
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     normed = x64 / np.sqrt(np.mean(x64 * x64, axis=-1, keepdims=True) + 1e-6)
     want = (
@@ -67,7 +89,7 @@ def test_rms_norm_rounds_where_checkpoints_expect(zero_centered: bool, seed: int
         if zero_centered
         else (normed.astype(bf16).astype(np.float64) * w64).astype(bf16)
     )
-    got = rms_norm(jnp.asarray(x), jnp.asarray(w), eps=1e-6, zero_centered=zero_centered)
+    got = norm(jnp.asarray(x), jnp.asarray(w), eps=1e-6, zero_centered=zero_centered)
     assert got.dtype == jnp.bfloat16
     # Equal bit for bit but where the float32 mean falls on the other side of a rounding edge.
     assert np.mean(np.asarray(got) == want) > 0.98
@@ -89,29 +111,29 @@ def rotate(x_TNH: np.ndarray, positions: np.ndarray, spec: Rope, frequencies: np
     return out
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dim", [2, 8, 16])
-def test_rope_rotates_its_pairs_and_passes_the_rest(dim: int, pairing: Pairing, seed: int) -> None:
-    rng, spec = np.random.default_rng([seed, dim]), Rope(dim, 1e4, pairing)
-    x, positions = rng.normal(size=(9, 3, 16)).clip(-2.8, 2.8), rng.integers(0, 500, 9)
+def test_rope_rotates_its_pairs_and_passes_the_rest(dim: int, pairing: Pairing) -> None:
+    rng, spec = np.random.default_rng(dim), Rope(dim, 1e4, pairing)
+    x, positions = rng.normal(size=(27, 3, 16)).clip(-2.8, 2.8), rng.integers(0, 500, 27)
     want = rotate(x, positions, spec, 1e4 ** (-np.arange(0, dim, 2) / dim))
-    got = rope(jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32), spec)
+    got = np.asarray(turn(jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32), spec))
     np.testing.assert_allclose(got, want, atol=ROPE_TOLERANCE, rtol=0)
     np.testing.assert_array_equal(got[..., dim:], x[..., dim:].astype(np.float32))
-    one_head = rope(jnp.asarray(x[:, 1], jnp.float32), jnp.asarray(positions, jnp.int32), spec)
+    one_head = turn(jnp.asarray(x[:, 1], jnp.float32), jnp.asarray(positions, jnp.int32), spec)
     np.testing.assert_array_equal(one_head, got[:, 1])
 
 
-@pytest.mark.parametrize("theta", [1e4, 1e7])
-@pytest.mark.parametrize("last", [4096, 131_072, 1_010_000, 2**31 - 1])
-def test_rope_is_exact_at_any_position(last: int, theta: float) -> None:
-    """Tolerance as at small positions; the frequencies themselves are float64."""
-    rng, spec = np.random.default_rng(5), Rope(64, theta, attention_factor=1.25)
-    positions = rng.integers(last // 2, last, 200)
-    x = rng.normal(size=(200, 1, 64)).clip(-2, 2)
+@pytest.mark.parametrize(("pairing", "theta"), [("half", 1e4), ("interleaved", 1e7)])
+def test_rope_is_exact_at_any_position(pairing: Pairing, theta: float) -> None:
+    """Tolerance as at small positions; the frequencies themselves are float64. ref.rotated is as exact."""
+    rng, spec = np.random.default_rng(5), Rope(64, theta, pairing, attention_factor=1.25)
+    ends = (4096, 131_072, 1_010_000, 2**31 - 1)
+    positions = np.concatenate([rng.integers(last // 2, last, 200) for last in ends])
+    x = rng.normal(size=(800, 1, 64)).clip(-2, 2)
     want = rotate(x, positions, spec, theta ** (-np.arange(0, 64, 2) / 64))
-    got = rope(jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32), spec)
+    np.testing.assert_allclose(rotated(x, positions, spec), want, atol=1e-6, rtol=0)
+    got = turn(jnp.asarray(x, jnp.float32), jnp.asarray(positions, jnp.int32), spec)
     np.testing.assert_allclose(got, want, atol=ROPE_TOLERANCE, rtol=0)
 
 
@@ -126,7 +148,7 @@ def test_scores_depend_on_the_distance_alone(pairing: Pairing) -> None:
     q, k = (jnp.asarray(rng.normal(size=(1, 1, 32)), jnp.float32) for _ in range(2))
 
     def score(q_position: int, k_position: int) -> float:
-        turned = [rope(x, jnp.asarray([p]), Rope(32, 1e4, pairing)) for x, p in ((q, q_position), (k, k_position))]
+        turned = [turn(x, jnp.asarray([p]), Rope(32, 1e4, pairing)) for x, p in ((q, q_position), (k, k_position))]
         return float(jnp.sum(turned[0] * turned[1]))
 
     assert score(7, 3) == pytest.approx(score(1_000_007, 1_000_003), abs=1e-4)
@@ -136,7 +158,7 @@ def test_scores_depend_on_the_distance_alone(pairing: Pairing) -> None:
 def test_bfloat16_is_rotated_in_float32() -> None:
     """At position 300 a bfloat16 angle would be off by up to 1 rad."""
     x, spec = np.random.default_rng(2).normal(size=(1, 2, 8)).astype(ml_dtypes.bfloat16), Rope(8, 1e4)
-    got = rope(jnp.asarray(x), jnp.asarray([301]), spec)
+    got = turn(jnp.asarray(x), jnp.asarray([301]), spec)
     want = rotate(x.astype(np.float64), np.asarray([301]), spec, 1e4 ** (-np.arange(0, 8, 2) / 8))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=2**-7 * 4, rtol=0)
@@ -192,7 +214,7 @@ def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
 def test_proportional_rope_turns_the_first_pairs_of_the_whole_head() -> None:
     """Half pairs are (i, i + dim/2) over the whole head; the pairs from rotated/2 on stay as they are, bit for bit."""
     x, positions = np.random.default_rng(3).normal(size=(5, 2, 16)).astype(np.float32), np.arange(100, 105)
-    got = np.asarray(rope(jnp.asarray(x), jnp.asarray(positions), Rope(16, 1e4, scaling=ProportionalScaling(6))))
+    got = np.asarray(turn(jnp.asarray(x), jnp.asarray(positions), Rope(16, 1e4, scaling=ProportionalScaling(6))))
     still = [3, 4, 5, 6, 7, 11, 12, 13, 14, 15]
     np.testing.assert_array_equal(got[..., still], x[..., still])
     angle = positions[:, None] * 1e4 ** (-4 / 16)
@@ -263,8 +285,26 @@ def test_text_of_a_rope_builds_it() -> None:
             ("scaling", "mscale"),
             "mscale has no effect beside attention_factor",
         ),
+        (
+            fields_of("yarn", factor=2.0, original_max_position=64, mscale=1.0),
+            ("scaling", "mscale"),
+            "mscale has no effect without mscale_all_dim",
+        ),
     ],
 )
 def test_a_rope_that_cannot_be_is_refused(fields: RopeFields, path: tuple[str, ...], text: str) -> None:
-    (problem,) = check_rope(fields, 8)
+    (problem,) = check_rope(fields, 8, scores=True)
     assert isinstance(problem, FieldProblem) and (problem.path, problem.text) == (("rope", *path), text)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({}, "without mscale"), ({"attention_factor": 1.0}, "beside attention_factor"), ({"mscale": 1.0}, None)],
+)
+def test_mscale_all_dim_needs_something_to_scale(more: dict[str, float], why: str | None) -> None:
+    """Alone, or beside an attention factor, it only scales scores, where the block has them scaled."""
+    fields = fields_of("yarn", factor=2.0, original_max_position=64, mscale_all_dim=1.0, **more)
+    assert check_rope(fields, 8, scores=True) == []
+    found = [(one.path, one.text) for one in check_rope(fields, 8, scores=False)]
+    text = f"mscale_all_dim has no effect {why} where it does not scale scores"
+    assert found == ([(("rope", "scaling", "mscale_all_dim"), text)] if why else [])

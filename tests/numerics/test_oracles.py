@@ -87,3 +87,4 @@ def test_a_wrong_model_is_caught(tmp_path: Path, root: Path, oracle_dirs: dict[s
     report = verify_recorded(tmp_path / "program", oracle, oracle / "ref.npz", tolerance=TOLERANCE)
     assert report.status == "fail"
     assert min(report.max_abs_err.values()) > 10 * TOLERANCE
+    assert report.first_difference.startswith("layer 0 (max_abs_err ")

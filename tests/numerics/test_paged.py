@@ -31,18 +31,22 @@ def written(pool: np.ndarray, new_LTC: np.ndarray, batch: Batch) -> np.ndarray:
     return pool
 
 
+@jax.jit
+def write(pool, new_LTC, batch: Batch):
+    return write_kv(pool, new_LTC, batch, index_rows(batch))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mix", MIXES)
-def test_every_token_goes_to_its_page(mix: str, seed: int, dtype, make_batch) -> None:
-    rng, (num_decode, lengths) = np.random.default_rng([seed, 14]), MIXES[mix]
+def test_every_token_goes_to_its_page(mix: str, dtype, make_batch) -> None:
+    rng, (num_decode, lengths) = np.random.default_rng(14), MIXES[mix]
     batch = make_batch(
-        lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=seed,
+        lengths, num_decode=num_decode, num_tokens=TOKENS, num_rows=ROWS, seed=1,
         pages_per_seq=PAGES_PER_SEQ, page_size=PAGE_SIZE, num_pages=PAGES, num_slots=16,
     )  # fmt: skip
     pool = jnp.asarray(rng.normal(size=(LAYERS, PAGES, PAGE_SIZE, WIDTH)), dtype)
     new = jnp.asarray(rng.normal(size=(LAYERS, TOKENS, WIDTH)), jnp.float32)
-    got = jax.jit(write_kv)(pool.reshape(LAYERS * PAGES, PAGE_SIZE, WIDTH), new, batch, index_rows(batch))
+    got = write(pool.reshape(LAYERS * PAGES, PAGE_SIZE, WIDTH), new, batch)
     want = written(np.asarray(pool), np.asarray(new.astype(dtype)), batch)
     assert got.dtype == dtype
     # Page 0 of each layer is the sink: padding tokens may write there, and nowhere else.

@@ -5,7 +5,8 @@ order must be the same.
 """
 
 import inspect
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, get_args
 
 import jax
@@ -69,10 +70,16 @@ def draw(router: Router, seed: int, tokens: int = 37) -> tuple[jax.Array, dict[s
 
 def run(router: Router, h: jax.Array, w: dict[str, jax.Array], x: jax.Array | None = None):
     """route() with the arguments an emitted program passes."""
-    names = {"w": {"own": w}, "h_TD": h, "x_TD": x, "TOP_K": router.top_k}
-    call = f"route({', '.join(route_arguments(router, DIMS, 'own', 'TOP_K'))})"
+    arguments = ", ".join(route_arguments(router, DIMS, "own", "TOP_K"))
     with jax.default_matmul_precision("highest"):
-        return jax.jit(lambda route: eval(call, names | {"route": route}), static_argnums=0)(xla.route)
+        return compiled_call(arguments, router.top_k)(h, x, w)
+
+
+@cache
+def compiled_call(arguments: str, top_k: int) -> Callable:
+    """One program per emitted call, for all tests."""
+    names = {"route": xla.route, "TOP_K": top_k}
+    return jax.jit(lambda h, x, w: eval(f"route({arguments})", names | {"w": {"own": w}, "h_TD": h, "x_TD": x}))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -204,12 +211,21 @@ def test_the_router_may_read_the_residual_stream() -> None:
         ({"top_k": 49}, ("top_k",)),
         ({"groups": {"num": 7, "keep": 2}}, ("groups", "num")),
         ({"groups": {"num": 8, "keep": 9}}, ("groups", "keep")),
+        ({"groups": {"num": 8, "keep": 8}}, ("groups", "keep")),
+        ({"groups": {"num": 1, "keep": 1}}, ("groups", "num")),
         ({"groups": {"num": 48, "keep": 9}}, ("groups", "metric")),
         ({"top_k": 9, "groups": {"num": 8, "keep": 1}}, ("groups", "keep")),
         ({"in_norm": {"kind": "layer"}}, ("in_norm",)),
         ({"weights": "sparsemixer"}, ("renormalize",)),
+        ({"jitter": 0.02}, ("jitter",)),
+        ({"renormalize": False, "renorm_power": 2.0}, ("renorm_power",)),
+        ({"renormalize": False, "renorm_min": 0.5}, ("renorm_min",)),
+        ({"renormalize": False, "renorm_eps": 1e-6}, ("renorm_eps",)),
+        ({"score": "sigmoid", "correction": "logit", "weights": "sigmoid"}, ("score",)),
     ],
 )
-def test_impossible_routers_are_problems(fields: dict[str, Any], path: tuple[str, ...]) -> None:
+def test_impossible_routers_and_options_without_effect_are_problems(
+    fields: dict[str, Any], path: tuple[str, ...]
+) -> None:
     router = Router(**{"num_experts": NUM_EXPERTS, "top_k": 4} | fields)
     assert [problem.path for problem in check_router(router, DIMS)] == [path]

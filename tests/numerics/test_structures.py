@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moec.compiler.emit.emit import emit
+from moec.compiler.graph.show import show_graph
 from moec.compiler.plan.choose import make_plan
 from moec.compiler.plan.plan import Plan
 from moec.compiler.spec.load import load
@@ -33,7 +34,7 @@ def check(name: str, target: str, folder: Path, *pins: str) -> tuple[Request, Pl
 @pytest.mark.slow
 def test_tied_head(tmp_path: Path) -> None:
     request, _ = check("tied_head", "cpu", tmp_path)
-    assert request.graph.tied_head
+    assert request.graph.head.tied
 
 
 @pytest.mark.slow
@@ -73,3 +74,36 @@ def test_mixers_with_channel_and_constant_decays(target: str, pins: tuple[str, .
     request, plan = check("linear_mixers", target, tmp_path, *pins)
     assert request.graph.layers_of("lin") == (1, 2, 5, 6)
     assert "tensor" in plan.mesh.attention_tp or not pins
+
+
+# Of tests/numerics/specs/residual_forms.yaml, as `moec show graph` writes them; x, h and y are also its blocks.
+RESIDUAL_FORMULAS = (
+    "x + 0.75 * h(ffn_norm(x))",
+    "x + mixer_post_norm(x(x))",
+    "x + ffn_post_norm(h(ffn_norm(x)))",
+    "x * layer.scale",
+    "x + 0.5 * (x(norm(x)) + h(norm(x)))",
+    "x + x(x_norm(x)) + h(h_norm(x)) + y(y_norm(x))",
+    "1.25 * mixer_norm(x) + x(mixer_norm(x))",
+    "0.75 * ffn_norm(x) + h(ffn_norm(x))",
+    "x + ffn_post_norm(y_post_norm(y(y_norm(x))) + h_post_norm(h(h_norm(x))))",
+    "x + 0.75 * (y(ffn_norm(x)) + h(ffn_norm(x)))",
+    "x + 0.5 * x(norm(x))",
+    "x + 0.75 * y(norm(x))",
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "pins"),
+    [
+        ("cpu", ()),
+        pytest.param("cpu:4", ("plan.attention={dp: 2, tp: 2}", "plan.mlp=sharded"), marks=pytest.mark.slow),
+    ],
+)
+def test_residual_forms(target: str, pins: tuple[str, ...], tmp_path: Path) -> None:
+    """Each form as docs/spec.md writes it; the program and the reference agree on every layer's output."""
+    request, plan = check("residual_forms", target, tmp_path, *pins)
+    shown = show_graph(request.graph)
+    for formula in RESIDUAL_FORMULAS:
+        assert f"     {formula}\n" in shown, formula
+    assert plan.mlp == ("sharded" if pins else "replicated")

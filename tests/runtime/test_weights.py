@@ -14,9 +14,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moec.blocks.core.array_info import ArrayInfo, Source
-from moec.blocks.core.program import make_mesh
+from moec.blocks.core.program import abstract_arrays, make_mesh
 from moec.blocks.core.quant import dequantize_on_host, quantize_on_host
 from moec.runtime.errors import CheckpointError
+from moec.runtime.placement import HostFill
 from moec.runtime.weights import load_weights
 
 # D hidden, I expert width (both with a short last scale block), E experts, L layers, V vocabulary
@@ -383,3 +384,17 @@ class TestHostMemory:
             return tracemalloc.get_traced_memory()[1], found
         finally:
             tracemalloc.stop()
+
+
+def test_pinned_rows_are_laid_out_row_by_row_and_steps_take_them() -> None:
+    """On CPUs every array is: what is tested is that arrays, abstract arrays and compiled steps agree."""
+    info = ArrayInfo((16, 5), "bfloat16", ("vocab", None), row_major=True)
+    mesh = make_mesh(jax.devices(), {"data": 8})
+    fill = HostFill(info, NamedSharding(mesh, PartitionSpec("data", None)))
+    fill.layer(0)[:] = np.arange(80).reshape(16, 5)
+    table = fill.result()
+    (shape,) = jax.tree.leaves(abstract_arrays({"table": info}, {"vocab": ("data",)}, mesh))
+    assert shape.format.layout.major_to_minor == table.format.layout.major_to_minor == (0, 1)
+    assert shape.sharding == table.sharding
+    step = jax.jit(lambda table: table[3]).lower(shape).compile()
+    assert np.array_equal(np.asarray(step(table), np.float32), np.arange(15, 20))

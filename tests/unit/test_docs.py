@@ -27,7 +27,16 @@ from moec.compiler.graph.weights import all_residual_weights, model_weights
 from moec.compiler.problems import ProblemsError
 from moec.compiler.spec.load import load
 from moec.compiler.spec.overrides import ROOTS
-from moec.compiler.spec.schema import Checkpoint, LayerEntry, LayerGroup, ModelSpec, PlanPins, Residual, TensorRule, Workload
+from moec.compiler.spec.schema import (
+    Checkpoint,
+    LayerEntry,
+    LayerGroup,
+    ModelSpec,
+    PlanPins,
+    Residual,
+    TensorRule,
+    Workload,
+)
 from moec.compiler.spec.semantics import RESERVED
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -126,8 +135,14 @@ def _default(info: FieldInfo) -> Any:
 
 def test_every_table_is_checked() -> None:
     weights = {(section, "weight") for section in (*BLOCKS, "Outside the blocks")}
-    others = {("Overrides", "root"), ("The checkpoint table", "placeholder"), ("Blocks", "kind"), ("Residual forms", "form")}
-    others |= {("The checkpoint table", "stored"), ("Packed weights", "`packed`")}
+    others = {
+        ("Overrides", "root"),
+        ("Blocks", "kind"),
+        ("Residual forms", "form"),
+        ("The checkpoint table", "placeholder"),
+        ("The checkpoint table", "stored"),
+        ("Packed weights", "`packed`"),
+    }
     assert TABLES.keys() == FIELD_TABLES.keys() | weights | others
 
 

@@ -99,6 +99,18 @@ def test_tensor_parallel_adds_a_sum_per_mixer():
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "target", "pinned"),
+    [("gpt-oss-20b", "tpu7x-8", True), ("gpt-oss-20b", "cpu:8", False), ("olmoe-7b", "tpu7x-8", False)],
+)
+def test_row_major_is_the_embedding_table_where_its_rows_are_no_whole_tiles(model, target, pinned):
+    request = load(model, target=target, workload="default", overrides=["target.hbm_gib=90"])
+    text = program_files(request.graph, make_plan(request))["weights.py"]
+    calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "ArrayInfo"]
+    found = [call for call in calls if any(word.arg == "row_major" for word in call.keywords)]
+    assert [ast.unparse(call.args[2]) for call in found] == ["('embed_vocab', None)"] * pinned
+
+
 def test_emission_is_deterministic_and_checks_clean(tmp_path):
     request, plan = planned("tiny/qwen3_5_moe", "dp8_ep8")
     emit(request.graph, plan, tmp_path / "program")

@@ -173,3 +173,16 @@ def test_row_blocks_end_where_the_target_says(big: Graph) -> None:
     assert tuning == {"block_rows.idle": 16, "block_rows.busy": 256}
     tuning = COSTS["moe"]().tuning(fields, {"busy": replace(busy, row_full=128)})
     assert tuning == {"block_rows.busy": 128}
+
+
+def test_float32_logits_are_priced_as_a_float32_product(big: Graph) -> None:
+    fields, load_ = big.blocks()["moe"].fields, decode_load(8, 512, 1)
+    sharp = fields.model_copy(update={"router": fields.router.model_copy(update={"logits_dtype": "float32"})})
+    routes = [COSTS["moe"]().work(one, big.dims, load_)[0] for one in (fields, sharp)]
+    assert [(route.op, route.dtype, route.weight_dtype) for route in routes] == [
+        ("route", "bfloat16", "bfloat16"),
+        ("route", "float32", "bfloat16"),
+    ]
+    # Six passes, as the target says.
+    plain, wide = (MACHINE.matrix_seconds([route]) for route in routes)
+    assert wide == pytest.approx(6 * plain, rel=0.01)

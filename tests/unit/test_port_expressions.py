@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from moec.compiler.port.config import Config, MissingFieldError
-from moec.compiler.port.expressions import ExpressionError, Scope, WrongValueError, evaluate, parse
+from moec.compiler.port.expressions import evaluate, parse
 from moec.compiler.port.functions import PLAIN
 from moec.compiler.port.layers import compress, rows
+from moec.compiler.port.scope import ExpressionError, Scope, WrongValueError
 
 DATA: dict[str, Any] = {
     "size": 64,
@@ -147,7 +148,7 @@ def test_a_let_means_the_field_of_its_name_inside_itself() -> None:
 def test_defaults_stand_in_for_absent_fields_only() -> None:
     config = Config("c", {"a": None}, defaults={"a": 1, "b": 2})
     assert evaluate("b", Scope(config)).value == 2
-    assert config.defaulted == {"b"}
+    assert config.seen.defaulted == {"b"}
     assert evaluate("a", Scope(config)).value is None
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from moec.compiler.port.config import Config
-from moec.compiler.port.expressions import Value
 from moec.compiler.port.fill import on_top, plain
 from moec.compiler.port.port import port
+from moec.compiler.port.recipes import changes_of, merge_recipe
+from moec.compiler.port.scope import Value
 from moec.compiler.spec.load import load
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -26,6 +27,28 @@ def test_what_differs_from_the_base_is_no_default_to_leave_out() -> None:
     item = on_top({"a": Value("none", computed=True)}, {"a": Value("l2")})["a"]
     assert item.value == "none" and not item.computed
     assert on_top({"a": Value("none", computed=True)}, {})["a"].computed
+
+
+def test_changes_of_a_recipe_are_the_other_way_round_of_merging() -> None:
+    base = {"kind": "attention", "rope": {"use": "rope", "dim": 8}, "bias": {"qkv": True, "out": True}, "scale": 2.0}
+    for changes in (
+        {"window": 8},
+        {"scale": None},
+        {"bias": {"qkv": None, "out": False}, "sinks": True},
+        {"rope": {"use": "rope", "dim": 4}},
+    ):
+        whole = merge_recipe(base, changes)
+        assert changes_of(whole, base) == changes
+        assert merge_recipe(base, changes_of(whole, base)) == whole
+
+
+def test_what_is_written_on_top_of_a_base_gives_the_whole_again() -> None:
+    """merge_recipe of filled trees, as a spec's `like` merges: on_top keeps what is needed for it, and no more."""
+    base = {"a": Value(1), "b": {"c": Value(2), "d": Value(3)}, "e": {"f": Value(4)}}
+    tree = {"a": Value(5), "b": {"c": Value(2), "d": Value(None)}, "e": {"f": Value(4)}, "g": Value(None)}
+    written = plain(on_top(tree, base))
+    assert written == {"a": 5, "b": {"c": 2, "d": None}}
+    assert merge_recipe(plain(base), written) == {"a": 5, "b": {"c": 2}, "e": {"f": 4}}
 
 
 def mixers(name: str, tmp_path: Path, **changes: Any) -> list[Any]:

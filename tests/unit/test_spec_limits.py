@@ -34,7 +34,7 @@ def spoiled(old: str, new: str) -> str:
 
 
 SPOILED = {
-    "prime": ("num_v_heads: 4\n", "num_v_heads: 4000000000000000037\n", "valid: "),
+    "prime": ("num_v_heads: 4\n", "num_v_heads: 2147483629\n", "valid: "),
     "digits 5000": ("hidden_size: 64", "hidden_size: " + "9" * 5000, "(5000 digits) is too large"),
     "digits 400": ("vocab_size: 256", "vocab_size: " + "9" * 400, "(400 digits) is too large"),
     "digits 20": ("vocab_size: 256", "vocab_size: 9223372036854775808", "9223372036854775808 is too large"),

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec a912a5398831487d, target f6af0bc1d71d60d5, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan c6576e63091e0422
+# Digests: spec a912a5398831487d, target f6af0bc1d71d60d5, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan ed40e024668a1bc0
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -35,7 +35,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "c6576e63091e0422"  # sha256 of plan.json
+PLAN_DIGEST = "ed40e024668a1bc0"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
