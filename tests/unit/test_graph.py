@@ -213,7 +213,7 @@ def _expected(graph: Graph) -> dict[str, tuple[int, ...]]:
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the safetensors files; dims of size 1 are dropped where there are more than two, as loading does."""
+    """Names and shapes in the safetensors files; dims of size 1 beyond matrices are dropped, as loading does."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "np") as file:
