@@ -64,13 +64,11 @@ class GroupView:
 
 @dataclass(frozen=True)
 class PoolView:
-    """One state array of the emitted `state` function."""
+    """One state array of the emitted `state` function. info: lines of its ArrayInfo's arguments; size: of POOLS."""
 
     key: str
-    shape: str
-    axes: str
-    dtype: str
-    size: str  # its entry of POOLS
+    info: tuple[str, ...]
+    size: str
 
 
 @dataclass(frozen=True)
@@ -440,7 +438,9 @@ def _pool(pool: StateArray, plan: Plan) -> PoolView:
     else:
         shape = f'(NUM_RANKS, {layers}, slots["{pool.key}"], {inner})'
         size = f'"bytes_per_slot": {pool.bytes_per_entry}'
-    return PoolView(pool.key, shape, axes, pool.dtype, "{" + size + "}")
+    rest = f'"{pool.dtype}", {axes}'
+    info = (f"{shape}, {rest}",) if len(shape) + len(rest) + 14 <= WIDTH else (f"{shape},", f"{rest},")
+    return PoolView(pool.key, info, "{" + size + "}")
 
 
 def _kv_writes(graph: Graph, pools: tuple[StateArray, ...]) -> tuple[tuple[str, str], ...]:

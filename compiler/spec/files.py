@@ -92,6 +92,11 @@ def _read_named(inputs: Inputs, root: str, name: str, directory: Path) -> None:
         text = f"'{name if len(name) <= 60 else name[:57] + '...'}' cannot be looked at: {reason}"
         inputs.problems.append(Problem(root, text, "", COMMAND_LINE))
         return
+    if path is not None and path.suffix == ".json":
+        text = f"'{name}' is no YAML file; a config.json of Hugging Face has to be ported first"
+        problem = Problem(root, text, f"moec port {name} -o SPEC.yaml", COMMAND_LINE)
+        inputs.problems.append(problem)
+        return
     if path is not None:
         inputs.add(root, read_document(path, root, show_path(path)))
         return

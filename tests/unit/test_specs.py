@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moec.compiler.emit.package import program_files
 from moec.compiler.graph.count import active_params, total_params
 from moec.compiler.plan.choose import make_plan
 from moec.compiler.problems import ProblemsError
@@ -13,6 +14,7 @@ from moec.compiler.spec.load import list_models, load
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 FIRST, WORKLOAD = "tpu7x:2x2x1", "chat_1k1k_c128"
 GIB = 2**30
+READABLE = 400  # lines of an emitted program at most
 SIZES = {"M": 1e6, "B": 1e9, "T": 1e12}
 Row = dict[str, str]
 
@@ -55,7 +57,9 @@ def test_the_plan_is_as_documented(model: str) -> None:
         assert f"{row['planned on']} would hold it" in problem.hint
     else:
         assert row[f"on {FIRST}"] == "fits"
-    plan = make_plan(load(model, target=row["planned on"], workload=WORKLOAD))
+    request = load(model, target=row["planned on"], workload=WORKLOAD)
+    plan = make_plan(request)
+    assert program_files(request.graph, plan)["model.py"].count("\n") <= READABLE
     chosen = next(one for one in plan.candidates if one.verdict == "CHOSEN")
     assert row["experts"] == plan.dtypes.expert
     assert row["sharding"] == f"{chosen.attention}, {chosen.experts}"

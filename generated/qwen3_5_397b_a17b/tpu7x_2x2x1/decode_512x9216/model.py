@@ -102,19 +102,15 @@ def state(pages, slots):
     """Abstract state of one engine. pages, slots: pool key -> count per rank, entry 0 is the sink."""
     return {
         "gdn.conv": ArrayInfo(
-            (NUM_RANKS, GDN_LAYERS, slots["gdn.conv"], 36864),
-            "bfloat16",
-            ("rank", None, None, "v_heads"),
+            (NUM_RANKS, GDN_LAYERS, slots["gdn.conv"], 36864), "bfloat16", ("rank", None, None, "v_heads")
         ),
         "gdn.state": ArrayInfo(
             (NUM_RANKS, GDN_LAYERS, slots["gdn.state"], 64, 128, 128),
-            "bfloat16",
-            ("rank", None, None, "v_heads", None, None),
+            "bfloat16", ("rank", None, None, "v_heads", None, None),
         ),
         "gqa.kv": ArrayInfo(
             (NUM_RANKS, GQA_LAYERS * pages["gqa.kv"], PAGE_SIZE, 1024),
-            "bfloat16",
-            ("rank", None, None, "kv_heads"),
+            "bfloat16", ("rank", None, None, "kv_heads"),
         ),
         "sampled": ArrayInfo((NUM_RANKS, slots["sampled"]), "int32", ("rank", None)),
     }
@@ -230,8 +226,7 @@ def group0(x_TD, pools, kv, w, stacks, batch, rows, bucket):
     """Layers 0-59: 15 x [gdn_moe, gdn_moe, gdn_moe, gqa_moe], scanned."""
 
     def body(carry, scanned):
-        x_TD, pools = carry
-        i, w = scanned
+        (x_TD, pools), (i, w) = carry, scanned
         in0_TD = x_TD
         x_TD, pools = gdn_moe_layer(
             x_TD, w["layer0"], pools, stacks, batch, rows, gdn_index=3 * i, moe_index=4 * i, bucket=bucket
@@ -264,9 +259,7 @@ def forward(w, state, batch, bucket):
     with jax.named_scope("embed"):
         x_TD = lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR).astype(ACTIVATION)
     pools = {"gdn.conv": state["gdn.conv"], "gdn.state": state["gdn.state"]}
-    x_TD, pools, new_kv0, hidden0 = group0(
-        x_TD, pools, state, w["group0"], w["stacks"], batch, rows, bucket
-    )
+    x_TD, pools, new_kv0, hidden0 = group0(x_TD, pools, state, w["group0"], w["stacks"], batch, rows, bucket)
     state = state | pools
     with jax.named_scope("write_kv"):  # once per step: the scan only read the pages
         new_kv_LTC = stack_layers(new_kv0["gqa.kv"])
