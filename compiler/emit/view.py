@@ -14,6 +14,8 @@ from ..plan.plan import BucketPlan, Plan
 from .arrays import StateArray, mesh_rules, state_arrays
 
 WIDTH = 110  # of emitted lines
+# Said once per program, in its first group.
+_TAPS = "The inputs of the layers leave the scan only in step_tapped; elsewhere they are dead code."
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class GroupView:
     repeat: int
     steps: tuple[StepView, ...]
     new_kv: tuple[tuple[str, str], ...]  # pool key, expression that stacks the body's new rows
+    notes: tuple[str, ...]  # comments on what the body returns
 
 
 @dataclass(frozen=True)
@@ -414,6 +417,7 @@ def _group(index: int, group: Group, program: _Program) -> GroupView:
         repeat=group.repeat,
         steps=tuple(steps),
         new_kv=tuple((key, f"jnp.stack([{', '.join(rows)}])") for key, rows in new_kv.items()),
+        notes=(_TAPS,) if index == 0 else (),
     )
 
 
