@@ -43,6 +43,7 @@ def toy_plan() -> Plan:
         embed="replicated",
         head="sharded",
         shared_expert="replicated",
+        mlp="replicated",
         variants={},
         tuning={},
         page_size=16,
