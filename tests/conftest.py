@@ -1,8 +1,10 @@
 """Shared test set-up: eight virtual CPU devices, recorded references, golden files."""
 
+import gc
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
         assert text == path.read_text(), f"differs from {path} (--update-golden rewrites it)"
 
     return compare
+
+
+@pytest.fixture(autouse=True)
+def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Drop compiled whole programs after the tests that make them.
+
+    One takes 1,500 memory mappings and more on XLA:CPU, a process may have 65,530 (vm.max_map_count), and LLVM
+    aborts when there are none left.
+    """
+    yield
+    if {"slow", "oracle"} & request.keywords.keys() and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
