@@ -126,8 +126,8 @@ def _check_values(scaling: ScalingFields, dim: int) -> list[FieldProblem]:
         text = f"rotated {scaling.rotated} must be even and at most dim {dim}"
         problems.append(FieldProblem(("rope", "scaling", "rotated"), text))
     fast, slow = scaling.beta_fast, scaling.beta_slow
-    if fast is not None and slow is not None and slow >= fast:
-        text = f"beta_slow {slow} must be below beta_fast {fast}: they count turns"
+    if fast is not None and slow is not None and slow > fast:
+        text = f"beta_slow {slow} must not be above beta_fast {fast}: they count turns"
         problems.append(FieldProblem(("rope", "scaling", "beta_slow"), text))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if low is not None and high is not None and low >= high:
