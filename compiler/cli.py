@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "compile": Command("compile", "write the program of a model, a target and a workload"),
     "verify": Command("verify", "check a program against its plan, its references and the TPU compiler"),
     "port": Command("port", "write a model's spec from its Hugging Face config.json"),
+    "bench": Command("bench", "compile kernels for a TPU that is not there and count what they execute"),
     "run": Command("run", "generate tokens from a checkpoint"),
 }
 

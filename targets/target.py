@@ -6,6 +6,7 @@ two), a whole v6e or v5p chip, one virtual CPU device. Numbers are per device un
 key says chip.
 """
 
+import json
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
@@ -144,7 +145,7 @@ class Tiling(Frozen):
 
 class Dtypes(Frozen):
     """Default dtypes and why. scaled_expert: experts whose checkpoint carries block scales; packed_expert:
-    those whose checkpoint packs 4-bit values ("stored": in these)."""
+    those whose checkpoint packs 4-bit values ("stored": in these). gather, expert_rows: plan.dtypes has them."""
 
     activation: Float
     weight: FloatOrFp8
@@ -154,6 +155,8 @@ class Dtypes(Frozen):
     kv: FloatOrFp8
     state: Float
     conv: Float
+    gather: Literal["activation", "float8_e4m3fn"] = "activation"
+    expert_rows: Literal["activation", "float8_e4m3fn"] = "activation"
     source: str
 
 
@@ -343,6 +346,12 @@ def chip_names() -> tuple[str, ...]:
 def read_topologies(chip: str) -> dict[str, Any]:
     """topologies.yaml of a chip: topology -> its entry."""
     return _read(HERE / chip / "topologies.yaml")
+
+
+def read_tuned(chip: str, variant: str) -> dict[str, Any]:
+    """Tuned tiles of a kernel variant (`<block>.<variant>`) by shape; {} where none are (format: tuned/README.md)."""
+    path = HERE / chip / "tuned" / f"{variant}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["entries"] if path.is_file() else {}
 
 
 def load_target(name: str) -> Target:

@@ -81,6 +81,26 @@ VARIANTS = (
         module="moec.blocks.attention.xla",
         backends=("cpu", "tpu"),
         note="online softmax over pages in a loop; the pool is written once after the layer scan",
+        tiles=(
+            ("q_block", "tokens of a row per prefill work item, at most"),
+            ("kv_block", "cached keys such an item reads at once"),
+        ),
+    ),
+    Variant(
+        name="tpu_ragged",
+        module="moec.blocks.attention.tpu_ragged",
+        backends=("tpu",),
+        note="each row's own pages, a kernel each for decode rows and prefill chunks, which also write the new keys",
+        cost="tpu_cost",
+        tiles=(
+            ("q_block", "tokens of a chunk per prefill work item"),
+            ("kv_block", "cached keys such an item multiplies at once"),
+            ("decode_block", "keys of a decode row fetched and multiplied at once"),
+            ("decode_tail", "the same in a row's last block"),
+            ("decode_slots", "such blocks in vector memory"),
+        ),
+        kernel=True,
+        updates_pages=True,
     ),
 )
 

@@ -35,7 +35,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     )
 
 
-def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
+def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Tiles of the prefill path, the same in every bucket; a step reads whole pages, at least two (see xla.py)."""
     (page_size,) = {load.page_size for load in loads.values()}
     return {"q_block": _Q_BLOCK, "kv_block": max(_KV_BLOCK // page_size, 2) * page_size}

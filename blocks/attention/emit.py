@@ -1,6 +1,6 @@
 """What an attention block adds to an emitted program."""
 
-from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.emission import Constant, Emission, Site, cache_name, share, sum_over_heads, tile_constants, tile_lines
 from ..core.head_fields import gate_options, temperature_text
 from ..core.rope_fields import rope_imports, rope_text
 from .block import Fields, has_gains, value_dim
@@ -14,10 +14,17 @@ def emit(fields: Fields, site: Site) -> Emission:
     values = f" ({value_dim(fields)} for values)" if value_dim(fields) != fields.head_dim else ""
     heads = f"{fields.num_q_heads} query heads on {fields.num_kv_heads} key/value heads of {fields.head_dim}{values}"
     return Emission(
-        imports=((site.module, "attention"), *rope_imports(fields.rope), *imports),
+        imports=(site.function("attention"), *rope_imports(fields.rope), *imports),
         constants=_constants(fields, site),
         doc=f"{heads}{_scope(fields)}.",
-        fields={"name": site.name, "p": site.prefix, "options": _options(fields, site), "combine": combine},
+        fields={
+            "call": f"y_TD, {cache_name(site)} = {site.function('attention')[1]}",
+            "name": site.name,
+            "p": site.prefix,
+            "options": _options(fields, site),
+            "tiles": tile_lines(site),
+            "combine": combine,
+        },
     )
 
 
@@ -77,8 +84,7 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         Constant(f"{name}_KV_HEADS", kv_heads, kv_reason),
         Constant(f"{name}_HEAD_DIM", str(fields.head_dim), "dims per head"),
         *_option_constants(fields, name),
-        Constant(f"{name}_Q_BLOCK", str(site.tuning["q_block"]), "tokens of a row per prefill work item, at most"),
-        Constant(f"{name}_KV_BLOCK", str(site.tuning["kv_block"]), "cached keys such an item reads at once"),
+        *tile_constants(site),
     )
 
 

@@ -22,15 +22,17 @@ def causal_conv(
 ) -> tuple[Array, Array]:
     """Each row's inputs behind its slot's window (zeros without has_state), convolved; no activation.
 
-    pool [L, slots, W*F], oldest input first; pool_layer may be traced. max_q: the longest row this
+    pool [L, slots, W*F] or, in tiles, [L, slots, W*F/128, 128], oldest input first; pool_layer may be traced. max_q:
+    the longest row this
     bucket may hold; with 1, token s belongs to row s. Returns conv [T, F] float32 (anything for
     padding tokens, also NaN) and the pool.
     """
     window = taps_FK.shape[1] - 1
     slot_S = jnp.where(rows.q_len > 0, batch.slot, 0)
-    old_SWF = jnp.where(batch.has_state[:, None], pool[pool_layer, slot_S], 0).reshape(-1, window, in_TF.shape[1])
+    old_SWF = pool[pool_layer, slot_S].reshape(-1, window, in_TF.shape[1])
+    old_SWF = jnp.where(batch.has_state[:, None, None], old_SWF, 0)
     new_SWF = _conv_next_window(in_TF, old_SWF, batch, rows, max_q=max_q)
-    pool = pool.at[pool_layer, slot_S].set(new_SWF.reshape(-1, pool.shape[2]).astype(pool.dtype))
+    pool = pool.at[pool_layer, slot_S].set(new_SWF.reshape(-1, *pool.shape[2:]).astype(pool.dtype))
 
     taps_KF = taps_FK.astype(jnp.float32).T
     conv_TF = in_TF.astype(jnp.float32) * taps_KF[window]

@@ -132,6 +132,16 @@ class SlotState:
     axes: tuple[str | None, ...]
     role: Literal["state", "conv"] = "state"
 
+    def entry(self, lanes: int, degree: int) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+        """Shape and axes in the pool, where memory has tiles of `lanes` values (1: no tiles) and the axes are cut.
+
+        A flat state takes rows of whole tiles where it divides: a slot of a [slots, values] array lies strewn over
+        as many tiles as it has rows of lanes, and no kernel could copy it in one piece.
+        """
+        if len(self.shape) > 1 or lanes == 1 or self.shape[0] % (lanes * degree):
+            return self.shape, self.axes
+        return (self.shape[0] // lanes, lanes), (*self.axes, None)
+
 
 @dataclass(frozen=True)
 class HeadCut:
@@ -159,8 +169,11 @@ class FieldProblem:
 class Variant:
     """An implementation the planner may pick, and the backends it runs on.
 
-    module: import path; it offers the block's functions under the names and signatures of ref.py.
-    note: how it works. parts: what else of blocks/ (PARTS of compiler/plan/variants.py) the emitted lines call.
+    module: import path; it offers the block's functions with the signatures of ref.py, but for tiles and chip.
+    note: how it works. parts: what else of blocks/ (PARTS of blocks/registry.py) the emitted lines call.
+    cost: module of the block's folder with its work, tuning, temp_bytes and, of a kernel, refuse and vmem_bytes.
+    tiles: tuned arguments of its function, each with what it is. kernel: its functions also take the chip's limits, and
+    their names end in the variant's word. updates_pages: its function writes the page pool and gives it back.
     """
 
     name: str
@@ -168,6 +181,14 @@ class Variant:
     backends: tuple[str, ...]
     note: str = ""
     parts: tuple[str, ...] = ()
+    cost: str = "cost"
+    tiles: tuple[tuple[str, str], ...] = ()
+    kernel: bool = False
+    updates_pages: bool = False
+
+    def function(self, name: str) -> str:
+        """What this variant calls the block's function `name`."""
+        return f"{name}_{self.name.removeprefix('tpu_')}" if self.kernel else name
 
 
 def rms_only(path: tuple[str | int, ...], norm: NormFields, what: str) -> list[FieldProblem]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .declare import ModelDims
+from .declare import ModelDims, Variant
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,18 @@ class Constant:
 class Site:
     """What the plan decided about one block instance.
 
-    name: Python identifier of the block. module: import path of the chosen variant;
-    collectives: that of the collectives; parts: those of the other parts that the variant names.
+    name: Python identifier of the block. variant: the chosen one; collectives: import path of the collectives;
+    returns: the kernel through which tokens return to their rank, None = the collectives' own;
+    parts: the chosen variants of the other parts that the variant names.
     dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded, mlp_sharded:
     the shared expert, dense MLPs are cut over the whole mesh. scaled: expert weights carry block scales.
     tuning: this block's tuned values, e.g. {"chunk": 64} or {"block_rows": {"decode": 16}}.
-    layers: absolute indices of the layers with this block, in order.
+    layers: absolute indices of the layers with this block, in order. gathers_float8: hidden states travel so;
+    quantises_rows: token rows enter products with float8 experts so.
     """
 
     name: str
-    module: str
+    variant: Variant
     collectives: str
     dims: ModelDims
     dp: int
@@ -45,12 +47,19 @@ class Site:
     scaled: bool
     tuning: dict[str, Any]
     layers: tuple[int, ...] = ()
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Variant] = field(default_factory=dict)
+    gathers_float8: bool = False
+    quantises_rows: bool = False
+    returns: Variant | None = None
 
     @property
     def prefix(self) -> str:
         """Prefix of this block's constants."""
         return self.name.upper()
+
+    def function(self, name: str) -> tuple[str, str]:
+        """The import of the block's function `name` in the chosen variant."""
+        return self.variant.module, self.variant.function(name)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,47 @@ class Emission:
     doc: str
     fields: dict[str, Any]
     reads_residual: bool = False
+
+
+def tile_constants(site: Site) -> tuple[Constant, ...]:
+    """The tuned arguments of the functions of the variant and its parts, by bucket where they differ."""
+    return tuple(
+        constant
+        for variant in (site.variant, *site.parts.values())
+        for constant in variant_constants(site.prefix, variant, site.tuning)
+    )
+
+
+def variant_constants(prefix: str, variant: Variant, tuning: Mapping[str, Any]) -> tuple[Constant, ...]:
+    """The tiles of one variant."""
+    return tuple(tile_constant(f"{prefix}_{name.upper()}", tuning[name], what) for name, what in variant.tiles)
+
+
+def tile_constant(name: str, value: int | Mapping[str, int], what: str) -> Constant:
+    if isinstance(value, int):
+        return Constant(name, str(value), what)
+    return Constant(name, "{" + ", ".join(f'"{bucket}": {n}' for bucket, n in value.items()) + "}", what)
+
+
+def tile_lines(site: Site, part: str = "") -> tuple[str, ...]:
+    """Keyword arguments of a variant's function beyond the block's own: its tiles, and a kernel's chip.
+
+    part: whose function, "" for the block's own.
+    """
+    variant = site.parts[part] if part else site.variant
+    found = [tile_argument(site, name) for name, _ in variant.tiles]
+    return (*found, "chip=CHIP") if variant.kernel else tuple(found)
+
+
+def tile_argument(site: Site, name: str) -> str:
+    """A tuned value handed to the argument of its name."""
+    by_bucket = "" if isinstance(site.tuning[name], int) else "[bucket]"
+    return f"{name}={site.prefix}_{name.upper()}{by_bucket}"
+
+
+def cache_name(site: Site) -> str:
+    """What a block with pages gives back beside its output: its updated pool, or the rows to be written into it."""
+    return "kv_pool" if site.variant.updates_pages else "new_kv_TC"
 
 
 def share(total: int, degree: int, what: str, axis: str = "tp") -> tuple[str, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from .chip import NO_LIMITS, ChipLimits
 from .declare import AxisRole
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -46,7 +47,10 @@ def touched(num_tokens: float, fraction: float) -> float:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The plan's dtypes by role (numpy/ml_dtypes names)."""
+    """The plan's dtypes by role (numpy/ml_dtypes names). gather: of hidden states on their way to the experts.
+
+    expert_rows: of token rows in products with float8 experts. "activation" = as they are.
+    """
 
     activation: str
     weight: str
@@ -54,6 +58,8 @@ class Dtypes:
     kv: str
     state: str
     conv: str
+    gather: str = "activation"
+    expert_rows: str = "activation"
 
     def of(self, role: str) -> str:
         """Dtype of a weight or state role; decay parameters are float32, as the gate math is."""
@@ -97,6 +103,8 @@ class Load:
     prefill_tokens: tokens in prefill chunks; prefill_context: keys one of them sees on average.
     row_tile: rows a product takes at least (fewer cost the same); row_full: rows from which
     on loading weights no longer shows. lanes: values of a memory tile's row, 1 where memory has no tiles.
+    chip: what a kernel must respect. kernel_returns: a kernel brings tokens back from the experts, no collective of the
+    compiler's.
     """
 
     tokens: int
@@ -112,6 +120,8 @@ class Load:
     row_tile: int
     row_full: int
     lanes: int = 1
+    chip: ChipLimits = NO_LIMITS
+    kernel_returns: bool = False
 
     @property
     def gathered_tokens(self) -> int:
@@ -162,6 +172,11 @@ class Stream:
     chunk_bytes: float
 
 
+def prefetched(op: str, num_bytes: float) -> Stream:
+    """Traffic of a kernel that requests pieces before it needs them: one stream, however small the pieces."""
+    return Stream(op, num_bytes, num_bytes)
+
+
 @dataclass(frozen=True)
 class Vector:
     """Elementwise float32 operations."""
@@ -171,12 +186,26 @@ class Vector:
 
 
 @dataclass(frozen=True)
+class Round:
+    """One exchange of every device with one other. link: within a chip or between neighbours; bytes: one way.
+
+    devices: of one chip, that use a link at the same time.
+    """
+
+    link: Literal["D2D", "ICI"]
+    bytes: int
+    devices: int = 1
+
+
+@dataclass(frozen=True)
 class Collective:
     """One message exchange between devices.
 
     axes: roles ("attention_dp", "attention_tp") the plan maps to mesh axes. shape: the full
     array: what an all-gather yields, what a reduce-scatter takes, what an all-reduce sums,
     what one device holds before an all-to-all.
+    rounds: how a kernel exchanges it, in `batches` pieces that are in different rounds at a time; () = as the compiler
+    sees fit.
     """
 
     op: str
@@ -185,6 +214,8 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]
     what: str
+    rounds: tuple[Round, ...] = ()
+    batches: int = 1
 
     @property
     def payload_bytes(self) -> int:

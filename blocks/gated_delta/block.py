@@ -88,6 +88,19 @@ VARIANTS = (
         module="moec.blocks.gated_delta.xla",
         backends=("cpu", "tpu"),
         note="recurrent step for decode rows, chunked UT transform for prefill rows",
+        tiles=(("chunk", "prefill tokens solved at once"),),
+    ),
+    Variant(
+        name="tpu_fused",
+        module="moec.blocks.gated_delta.tpu_fused",
+        backends=("tpu",),
+        note="convolution and recurrence in one kernel; window and state are read once and written once per row",
+        cost="tpu_cost",
+        tiles=(
+            ("chunk", "prefill tokens solved at once"),
+            ("unroll", "groups of value heads a pass of the decode update takes"),
+        ),
+        kernel=True,
     ),
 )
 

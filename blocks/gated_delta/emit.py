@@ -1,6 +1,6 @@
 """What a gated-delta block adds to an emitted program."""
 
-from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.emission import Constant, Emission, Site, share, sum_over_heads, tile_constants, tile_lines
 from .block import Fields
 
 
@@ -17,19 +17,21 @@ def emit(fields: Fields, site: Site) -> Emission:
         Constant(f"{name}_K_DIM", str(fields.dk), "query/key dims per head"),
         Constant(f"{name}_V_DIM", str(fields.dv), "value dims per head"),
         Constant(f"{name}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),
-        Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens solved at once"),
+        *tile_constants(site),
     )
     per = " with a decay per channel" if fields.decay.per == "channel" else ""
     return Emission(
-        imports=((site.module, "gated_delta"), *imports),
+        imports=(site.function("gated_delta"), *imports),
         constants=constants,
         doc=f"Gated DeltaNet{per}: {fields.num_v_heads} value, {fields.num_qk_heads} query/key heads of {fields.dk}.",
         fields={
+            "call": f"y_TD, conv_pool, state_pool = {site.function('gated_delta')[1]}",
             "name": site.name,
             "p": name,
             "norm_eps": repr(norm.eps),
             "zero_centered": norm.zero_centered,
             "options": _options(fields),
+            "tiles": tile_lines(site),
             "combine": combine,
         },
     )

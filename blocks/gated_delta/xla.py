@@ -16,28 +16,15 @@ The projections follow the ambient precision. Only values <= 0 are exponentiated
 """
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..activation.xla import activate
 from ..core.batch import Batch, Rows
-from ..core.linear import einsum_f32, linear
-from ..core.norm import rms_norm
+from ..core.linear import einsum_f32
 from ..core.recurrence import over_chunks, over_decode_rows
-
-# Inside the root of the sum of squares, as in Hugging Face transformers 5.24.
-_GDN_L2_EPS = 1e-6
-
-
-class _GdnHeads(NamedTuple):
-    """Local head counts and dims."""
-
-    qk: int
-    v: int
-    dk: int
-    dv: int
+from .project import GdnHeads, gdn_inputs, gdn_output, gdn_split
 
 
 def gated_delta(
@@ -65,23 +52,22 @@ def gated_delta(
 ) -> tuple[Array, Array, Array]:
     """Gated delta rule of every row, from its slot's state (zeros without has_state) and back into it.
 
-    conv_pool [L, slots, W*F] (oldest input first), state_pool [L, slots, V, dk, dv]; pool_layer
+    conv_pool [L, slots, W*F] or, in tiles, [L, slots, W*F/128, 128] (oldest input first), state_pool
+    [L, slots, V, dk, dv]; pool_layer
     may be traced. Heads are the local ones. chunk: tokens solved together in the prefill path.
     max_q: the longest row this bucket may hold; 1 leaves the prefill path out of the program.
     norm_eps, norm_zero_centered: the output norm (see core/norm.py).
-    channel_decay: a decay per key channel. decay_lower_bound: see _gdn_log_decay.
+    channel_decay: a decay per key channel. decay_lower_bound: see project.py.
     negative_eigenvalues: write strengths are doubled.
     Decays and output gates come through w_a and w_z, or, low-rank, f_a f_b and g_a g_b.
     Returns out [T, D] in h's dtype, partial over tensor parallelism, and the two pools.
     """
-    heads = _GdnHeads(num_qk_heads, num_v_heads, head_k_dim, head_v_dim)
-    in_TF = jnp.concatenate([linear(h_TD, w[name]) for name in ("w_q", "w_k", "w_v")], axis=1)
-    taps_KF = jnp.concatenate([w[name] for name in ("conv_q", "conv_k", "conv_v")]).astype(jnp.float32).T
+    heads = GdnHeads(num_qk_heads, num_v_heads, head_k_dim, head_v_dim)
+    in_TF, beta_TV, g_T, taps_KF = gdn_inputs(
+        h_TD, w, heads, channel_decay=channel_decay, decay_lower_bound=decay_lower_bound,
+        negative_eigenvalues=negative_eigenvalues,
+    )  # fmt: skip
     assert taps_KF.shape[0] == conv_kernel, (taps_KF.shape, conv_kernel)
-    beta_TV = activate(linear(h_TD, w["w_b"]).astype(jnp.float32), "sigmoid")
-    beta_TV = 2 * beta_TV if negative_eigenvalues else beta_TV
-    rates = (heads.v, heads.dk) if channel_decay else (heads.v,)
-    g_T = _gdn_log_decay(_gdn_project(h_TD, w, "w_a", "f"), w["a_log"], w["dt_bias"], rates, decay_lower_bound)
 
     inputs = (in_TF, beta_TV, g_T)
     o_TVd, conv_pool, state_pool = _gdn_decode(*inputs, taps_KF, batch, rows, pool_layer, heads, conv_pool, state_pool)
@@ -89,46 +75,10 @@ def gated_delta(
         solve, pools = partial(_gdn_chunk, taps_KF, heads), (conv_pool, state_pool)
         o_TVd, (conv_pool, state_pool) = over_chunks(solve, inputs, o_TVd, pools, pool_layer, batch, rows, chunk=chunk)
 
-    z_TVd = _gdn_project(h_TD, w, "w_z", "g").reshape(o_TVd.shape).astype(jnp.float32)
-    normed_TVd = rms_norm(o_TVd, w["out_norm"], eps=norm_eps, zero_centered=norm_zero_centered).astype(jnp.float32)
-    y_TVd = (normed_TVd * z_TVd if gate_activation == "silu" else normed_TVd) * activate(z_TVd, "sigmoid")
-    y_TVd = y_TVd.astype(h_TD.dtype)
-    return linear(y_TVd.reshape(h_TD.shape[0], -1), w["w_o"]), conv_pool, state_pool
-
-
-def _gdn_project(h_TD: Array, w: dict[str, Array], whole: str, halves: str) -> Array:
-    """h through one matrix, or through the two of a low-rank one."""
-    if whole in w:
-        return linear(h_TD, w[whole])
-    return linear(linear(h_TD, w[f"{halves}_a"]), w[f"{halves}_b"])
-
-
-def _gdn_log_decay(
-    a_TR: Array, a_log_V: Array, dt_bias_R: Array, rates: tuple[int, ...], lower_bound: float | None
-) -> Array:
-    """-exp(a_log) * softplus(a + dt_bias), or lower_bound * sigmoid(exp(a_log) * (a + dt_bias)).
-
-    R: the rates of one token, [V] or [V, k] flat. Returns [T, *rates] float32, <= 0.
-    """
-    shifted = (a_TR.astype(jnp.float32) + dt_bias_R.astype(jnp.float32)).reshape(-1, *rates)
-    speed = jnp.exp(a_log_V.astype(jnp.float32)).reshape(-1, *(1,) * (len(rates) - 1))
-    if lower_bound is not None:
-        return lower_bound * activate(speed * shifted, "sigmoid")
-    return -speed * activate(shifted, "softplus")
-
-
-def _gdn_unit(x: Array) -> Array:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _GDN_L2_EPS)
-
-
-def _gdn_split(conv_TF: Array, heads: _GdnHeads) -> tuple[Array, Array, Array]:
-    """Convolved inputs -> silu -> unit queries (times dk^-1/2) and keys [T, Q, k], values [T, V, d]."""
-    x_TF = activate(conv_TF, "silu")
-    width = heads.qk * heads.dk
-    q_TQk, k_TQk = (
-        _gdn_unit(x.reshape(-1, heads.qk, heads.dk)) for x in (x_TF[:, :width], x_TF[:, width : 2 * width])
-    )  # fmt: skip
-    return q_TQk * heads.dk**-0.5, k_TQk, x_TF[:, 2 * width :].reshape(-1, heads.v, heads.dv)
+    y_TD = gdn_output(
+        o_TVd, h_TD, w, norm_eps=norm_eps, norm_zero_centered=norm_zero_centered, gate_activation=gate_activation
+    )
+    return y_TD, conv_pool, state_pool
 
 
 def _gdn_decode(
@@ -139,7 +89,7 @@ def _gdn_decode(
     batch: Batch,
     rows: Rows,
     pool_layer: Array | int,
-    heads: _GdnHeads,
+    heads: GdnHeads,
     conv_pool: Array,
     state_pool: Array,
 ) -> tuple[Array, Array, Array]:
@@ -151,11 +101,13 @@ def _gdn_decode(
     S = min(T, batch.slot.shape[0])
     is_decode_S = (jnp.arange(S) < batch.distribution[0]) & rows.valid[:S]
     slot_S = jnp.where(is_decode_S, batch.slot[:S], 0)
-    old_SWF = jnp.where(batch.has_state[:S, None], conv_pool[pool_layer, slot_S], 0).reshape(S, window, -1)
+    old_SWF = conv_pool[pool_layer, slot_S].reshape(S, window, -1)
+    old_SWF = jnp.where(batch.has_state[:S, None, None], old_SWF, 0)
     in_SKF = jnp.concatenate([old_SWF, in_TF[:S, None]], axis=1, dtype=jnp.float32)
-    conv_pool = conv_pool.at[pool_layer, slot_S].set(in_SKF[:, 1:].reshape(S, -1).astype(conv_pool.dtype))
+    new_S = in_SKF[:, 1:].reshape(S, *conv_pool.shape[2:]).astype(conv_pool.dtype)
+    conv_pool = conv_pool.at[pool_layer, slot_S].set(new_S)
 
-    q_SQk, k_SQk, v_SVd = _gdn_split(jnp.sum(in_SKF * taps_KF, axis=1), heads)
+    q_SQk, k_SQk, v_SVd = gdn_split(jnp.sum(in_SKF * taps_KF, axis=1), heads)
     q_SVk, k_SVk = (jnp.repeat(x, heads.v // heads.qk, axis=1) for x in (q_SQk, k_SQk))
     step = _gdn_step if g_T.ndim == 2 else _gdn_channel_step
 
@@ -195,7 +147,7 @@ def _gdn_channel_step(
 
 def _gdn_chunk(
     taps_KF: Array,
-    heads: _GdnHeads,
+    heads: GdnHeads,
     in_CF: Array,
     beta_CV: Array,
     g_C: Array,
@@ -205,14 +157,14 @@ def _gdn_chunk(
 ) -> tuple[Array, tuple[Array, Array]]:
     """Convolve and fold in one chunk of a row, whose first num_valid tokens are the row's; the rest are zeros.
 
-    window [W*F]: the row's last inputs before the chunk. Returns outputs [C, V, d] (anything for
+    window (W*F values): the row's last inputs before the chunk. Returns outputs [C, V, d] (anything for
     tokens past num_valid), the next window and the next state; float32.
     """
     C, (num_taps, F) = in_CF.shape[0], taps_KF.shape
     in_XF = jnp.concatenate([window.reshape(-1, F), in_CF])
     conv_CF = sum((in_XF[tap : tap + C] * taps_KF[tap] for tap in range(num_taps)), jnp.zeros((C, F), jnp.float32))
-    window = lax.dynamic_slice_in_dim(in_XF, num_valid, num_taps - 1).reshape(-1)
-    q_QCk, k_QCk, v_VCd = (x.swapaxes(0, 1) for x in _gdn_split(conv_CF, heads))
+    window = lax.dynamic_slice_in_dim(in_XF, num_valid, num_taps - 1).reshape(window.shape)
+    q_QCk, k_QCk, v_VCd = (x.swapaxes(0, 1) for x in gdn_split(conv_CF, heads))
     # With beta = 0 and g = 0 a token leaves the state as it is.
     solve = _gdn_solve if g_C.ndim == 2 else _gdn_channel_solve
     o_VCd, state_Vkd = solve(q_QCk, k_QCk, v_VCd, beta_CV.T, g_C.swapaxes(0, 1), state_Vkd)

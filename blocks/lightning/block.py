@@ -48,6 +48,7 @@ VARIANTS = (
         module="moec.blocks.lightning.xla",
         backends=("cpu", "tpu"),
         note="recurrent step for decode rows, decayed products of chunks for prefill rows",
+        tiles=(("chunk", "prefill tokens of one step"),),
     ),
 )
 

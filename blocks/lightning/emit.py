@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.emission import Constant, Emission, Site, share, sum_over_heads, tile_constants, tile_lines
 from .block import Fields
 
 
@@ -17,10 +17,10 @@ def emit(fields: Fields, site: Site) -> Emission:
         Constant(f"{name}_HEADS", heads, reason),
         Constant(f"{name}_HEAD_DIM", str(fields.head_dim), "dims per head"),
         Constant(f"{name}_SLOPES", slopes, "decay by absolute layer and head"),
-        Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens of one step"),
+        *tile_constants(site),
     )
     return Emission(
-        imports=((site.module, "lightning"), (site.module, "lightning_slopes"), *imports),
+        imports=(site.function("lightning"), site.function("lightning_slopes"), *imports),
         constants=constants,
         doc=f"Lightning attention: {fields.num_heads} heads of {fields.head_dim}.",
         fields={
@@ -29,6 +29,7 @@ def emit(fields: Fields, site: Site) -> Emission:
             "norm_eps": repr(norm.eps),
             "zero_centered": norm.zero_centered,
             "options": _options(fields, site),
+            "tiles": tile_lines(site),
             "combine": combine,
         },
     )

@@ -49,6 +49,7 @@ VARIANTS = (
         module="moec.blocks.mamba1.xla",
         backends=("cpu", "tpu"),
         note="recurrent step for decode rows, associative scan of a chunk for prefill rows",
+        tiles=(("chunk", "prefill tokens scanned at once"),),
     ),
 )
 

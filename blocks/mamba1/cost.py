@@ -32,7 +32,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     )
 
 
-def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
+def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Prefill chunk length, the same in every bucket."""
     return chunk_tuning(loads, _MAX_CHUNK)
 

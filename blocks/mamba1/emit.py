@@ -1,6 +1,6 @@
 """What a Mamba block adds to an emitted program."""
 
-from ..core.emission import Constant, Emission, Site, sum_over_heads
+from ..core.emission import Constant, Emission, Site, sum_over_heads, tile_constants, tile_lines
 from .block import Fields
 
 
@@ -9,16 +9,17 @@ def emit(fields: Fields, site: Site) -> Emission:
     imports, combine = sum_over_heads(site, "b_o" if fields.proj_bias else None)
     name = site.prefix
     return Emission(
-        imports=((site.module, "mamba1"), *imports),
+        imports=(site.function("mamba1"), *imports),
         constants=(
             Constant(f"{name}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),
-            Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens scanned at once"),
+            *tile_constants(site),
         ),
         doc=f"Mamba: {fields.inner_size} channels with a state of {fields.state_size}.",
         fields={
             "name": site.name,
             "p": name,
             "options": _options(fields, site),
+            "tiles": tile_lines(site),
             "combine": combine,
         },
     )

@@ -64,6 +64,7 @@ VARIANTS = (
         module="moec.blocks.mamba2.xla",
         backends=("cpu", "tpu"),
         note="recurrent step for decode rows, chunked state space duality for prefill rows",
+        tiles=(("chunk", "prefill tokens solved at once"),),
     ),
 )
 

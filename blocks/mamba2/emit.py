@@ -1,6 +1,6 @@
 """What a Mamba-2 block adds to an emitted program."""
 
-from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.emission import Constant, Emission, Site, share, sum_over_heads, tile_constants, tile_lines
 from .block import Fields
 
 
@@ -9,7 +9,7 @@ def emit(fields: Fields, site: Site) -> Emission:
     norm = fields.out_norm.resolve(site.dims.norm)
     imports, combine = sum_over_heads(site, "b_o" if fields.proj_bias else None)
     return Emission(
-        imports=((site.module, "mamba2"), *imports),
+        imports=(site.function("mamba2"), *imports),
         constants=_constants(fields, site),
         doc=f"Mamba-2: {fields.num_heads} heads of {fields.head_dim} in {fields.num_groups} groups, "
         f"state {fields.state_size}.",
@@ -18,6 +18,7 @@ def emit(fields: Fields, site: Site) -> Emission:
             "p": site.prefix,
             "norm_eps": repr(norm.eps),
             "options": _options(fields, site, norm.zero_centered),
+            "tiles": tile_lines(site),
             "combine": combine,
         },
     )
@@ -35,7 +36,7 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         Constant(f"{name}_HEAD_DIM", str(fields.head_dim), "channels per head"),
         Constant(f"{name}_STATE", str(fields.state_size), "state per channel"),
         Constant(f"{name}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),
-        Constant(f"{name}_CHUNK", str(site.tuning["chunk"]), "prefill tokens solved at once"),
+        *tile_constants(site),
     )
 
 

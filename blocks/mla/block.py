@@ -60,6 +60,25 @@ VARIANTS = (
         module="moec.blocks.mla.xla",
         backends=("cpu", "tpu"),
         note="decode in latent space, prefill on expanded heads; the pool is written once after the layer scan",
+        tiles=(
+            ("q_block", "tokens of a row per prefill work item, at most"),
+            ("kv_block", "cached keys such an item expands at once"),
+        ),
+    ),
+    Variant(
+        name="tpu_ragged",
+        module="moec.blocks.mla.tpu_ragged",
+        backends=("tpu",),
+        note="latent attention over each row's own pages, in one kernel each for decode rows and prefill chunks",
+        cost="tpu_cost",
+        tiles=(
+            ("decode_keys", "cached rows a decode step reads at once"),
+            ("prefill_keys", "the same of a prefill item"),
+            ("prefill_rows", "queries times heads of a prefill item"),
+            ("buffers", "pieces of the cache on their way"),
+        ),
+        kernel=True,
+        updates_pages=True,
     ),
 )
 

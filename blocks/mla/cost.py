@@ -37,7 +37,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     )
 
 
-def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
+def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Values of a pool's row, and tiles of the prefill form: the same in every bucket.
 
     A step reads whole pages, at least two (see xla.py).

@@ -1,6 +1,6 @@
 """What a latent-attention block adds to an emitted program."""
 
-from ..core.emission import Constant, Emission, Site, share, sum_over_heads
+from ..core.emission import Constant, Emission, Site, cache_name, share, sum_over_heads, tile_constants, tile_lines
 from ..core.head_fields import gate_options, temperature_text
 from ..core.rope_fields import rope_imports, rope_text, score_mscale
 from .block import Fields, default_scale, query_dim, row_values
@@ -13,15 +13,17 @@ def emit(fields: Fields, site: Site) -> Emission:
         combine = (*combine, f'y_TD = y_TD + w["{site.name}"]["b_o"].astype(h_TD.dtype)')
     norm = fields.norm.resolve(site.dims.norm)
     call = {
+        "call": f"y_TD, {cache_name(site)} = {site.function('mla')[1]}",
         "name": site.name,
         "p": site.prefix,
         "norm_eps": repr(norm.eps),
         "options": _options(fields, site, norm.zero_centered),
+        "tiles": tile_lines(site),
         "combine": combine,
     }
     latent = f"a latent of {fields.kv_lora_rank} + {fields.qk_rope_head_dim} values per token"
     return Emission(
-        imports=((site.module, "mla"), *rope_imports(fields.rope), *imports),
+        imports=(site.function("mla"), *rope_imports(fields.rope), *imports),
         constants=_constants(fields, site),
         doc=f"{fields.num_heads} heads on {latent}.",
         fields=call,
@@ -52,8 +54,7 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         Constant(f"{name}_ROW", str(tuning["row"]), _row_reason(fields, tuning["row"])),
         *_option_constants(fields, name),
         Constant(f"{name}_SCALE", repr(fields.scale or default_scale(fields)), _scale_reason(fields)),
-        Constant(f"{name}_Q_BLOCK", str(tuning["q_block"]), "tokens of a row per prefill work item, at most"),
-        Constant(f"{name}_KV_BLOCK", str(tuning["kv_block"]), "cached keys such an item expands at once"),
+        *tile_constants(site),
     )
 
 

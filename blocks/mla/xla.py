@@ -22,9 +22,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.batch import Batch, Rows
-from ..core.heads import gated, warmed
-from ..core.linear import linear
-from ..core.norm import rms_norm
 from ..core.online_softmax import (
     SoftmaxState,
     einsum_wide,
@@ -35,7 +32,8 @@ from ..core.online_softmax import (
 )
 from ..core.paged import clear_unseen, to_cache
 from ..core.prefill_blocks import PrefillBlock, over_prefill_blocks, own_rows
-from ..core.rope import Rope, rope
+from ..core.rope_spec import Rope
+from .project import MlaTokenRules, mla_output, mla_project
 
 
 def mla(
@@ -76,23 +74,14 @@ def mla(
     pool's width (zeros behind C) and dtype. Own rows are rounded to that dtype before use, so that a token gives the
     same result whether its history came from this step or the cache.
     """
-    T, N, R, H = h_TD.shape[0], num_heads, kv_lora_rank, qk_nope_head_dim
-    X = H + w["w_kv_a"].shape[1] - R
-
-    def norm(x: Array, name: str) -> Array:
-        return rms_norm(x, w[name], eps=norm_eps, zero_centered=norm_zero_centered)
-
-    if query_latent:
-        a_TF = norm(linear(h_TD, w["w_q_a"], w["b_q_a"] if bias else None), "q_a_norm")
-        made_TNF = linear(a_TF, w["w_q_b"]).reshape(T, N, -1)  # a fused gate: [query | gate] per head
-    else:
-        made_TNF = linear(h_TD, w["w_q"]).reshape(T, N, -1)
-    q_TNX = jnp.concatenate([made_TNF[..., :H], rope(made_TNF[..., H:X], batch.positions, rope_spec)], axis=-1)
-    if temperature is not None:
-        q_TNX = warmed(q_TNX, batch.positions, *temperature)
-    a_TC = linear(h_TD, w["w_kv_a"], w["b_kv_a"] if bias else None)
-    shared_TE = rope(a_TC[:, None, R:], batch.positions, rope_spec)[:, 0]
-    new_TC = to_cache(jnp.concatenate([norm(a_TC[:, :R], "kv_a_norm"), shared_TE], axis=-1), kv_pool.dtype)
+    N, R, H = num_heads, kv_lora_rank, qk_nope_head_dim
+    tokens = MlaTokenRules(
+        num_heads=N, kv_lora_rank=R, qk_nope_head_dim=H, norm_eps=norm_eps, rope_spec=rope_spec,
+        norm_zero_centered=norm_zero_centered, query_latent=query_latent, temperature=temperature,
+        output_gate=output_gate, gate_stored=gate_stored, bias=bias,
+    )  # fmt: skip
+    q_TNX, new_TC, gate_TNY = mla_project(h_TD, w, batch.positions, tokens)
+    new_TC = to_cache(new_TC, kv_pool.dtype)
 
     pages_SP = batch.page_table + pool_layer * num_pages
     w_NXR = w["w_kv_b"].reshape(N, H + v_head_dim, R)
@@ -103,11 +92,8 @@ def mla(
             return _mla_block(q_BNX, new_TC, w_NXR, kv_pool, block, scale=scale, kv_block=kv_block)
 
         out_TNV = over_prefill_blocks(attend, out_TNV, q_TNX, new_TC, pages_SP, batch, rows, size=min(q_block, max_q))
-    if output_gate is not None:
-        gate_TNY = linear(h_TD, w["w_g"]).reshape(T, N, -1) if gate_stored == "own" else made_TNF[..., X:]
-        out_TNV = gated(out_TNV, gate_TNY, output_gate)
     unused = kv_pool.shape[2] - new_TC.shape[1]
-    return linear(out_TNV.reshape(T, N * v_head_dim), w["w_o"]), jnp.pad(new_TC, ((0, 0), (0, unused)))
+    return mla_output(out_TNV, gate_TNY, w, output_gate), jnp.pad(new_TC, ((0, 0), (0, unused)))
 
 
 def _mla_decode(

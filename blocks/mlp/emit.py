@@ -14,7 +14,7 @@ FIRST_DEVICE = "add_b_down=lax.axis_index((*DATA, *TENSOR)) == 0"  # of all devi
 
 def emit(fields: Fields, site: Site) -> Emission:
     """All of it on every device, or all ranks' tokens through each device's share of it."""
-    imports: Imports = [(site.module, "dense_mlp")]
+    imports: Imports = [site.function("dense_mlp")]
     clamp = clamp_constants(f"{site.prefix}_CLAMP", fields.clamp, imports)
     t = "A" if site.mlp_sharded and site.dp > 1 else "T"
     arguments = (f"h_{t}D", *_arguments(fields, site))
@@ -57,14 +57,40 @@ def gather_lines(site: Site, imports: Imports) -> tuple[str, ...]:
 
 def return_lines(site: Site, imports: Imports, y: str, what: str, d: str = "D") -> tuple[str, ...]:
     """Partial sums y_A<d> (y_T<d> with one rank) of all devices to whole ones of this rank's tokens, y_T<d>."""
-    lines = []
-    if site.dp > 1:
-        imports.append((site.collectives, "reduce_scatter_tokens"))
-        lines.append(f"{y}_T{d} = reduce_scatter_tokens({y}_A{d}, DATA)  # sum over {what}, back to own tokens")
-    if site.tp > 1:
-        imports.append((site.collectives, "all_reduce"))
-        lines.append(f"{y}_T{d} = all_reduce({y}_T{d}, TENSOR)  # the devices of one rank hold different {what}")
-    return tuple(lines)
+    return (*scatter_lines(site, imports, y, what, d), *reduce_lines(site, imports, y, what, d))
+
+
+def scatter_lines(site: Site, imports: Imports, y: str, what: str, d: str = "D") -> tuple[str, ...]:
+    """Partial sums of all devices back to their rank."""
+    if site.dp == 1:
+        return ()
+    end = f"  # sum over {what}, back to own tokens"
+    return call_lines(f"{y}_T{d}", scatter_name(site, imports), (f"{y}_A{d}", *scatter_arguments(site)), end)
+
+
+def reduce_lines(site: Site, imports: Imports, y: str, what: str, d: str = "D") -> tuple[str, ...]:
+    """Partial sums of the devices of one rank to whole ones."""
+    if site.tp == 1:
+        return ()
+    imports.append((site.collectives, "all_reduce"))
+    call = f"{y}_T{d} = all_reduce({y}_T{d}, TENSOR)"
+    return (f"{call}  # the devices of one rank hold different {what}",)
+
+
+def scatter_name(site: Site, imports: Imports) -> str:
+    """The function that returns partial sums to their rank."""
+    name = site.returns.function("reduce_scatter") if site.returns else "reduce_scatter_tokens"
+    imports.append((site.returns.module if site.returns else site.collectives, name))
+    return name
+
+
+def scatter_arguments(site: Site) -> tuple[str, ...]:
+    """Its arguments after the sums."""
+    if site.returns is None:
+        return ("DATA",)
+    # One collective_id serves all calls: they are over the same axes.
+    tiles = ("shards_per_chip=COLLECTIVES_SHARDS_PER_CHIP", "micro_batches=COLLECTIVES_MICRO_BATCHES[bucket]")
+    return ("DATA", "chip=CHIP", *tiles)
 
 
 def call_lines(target: str, function: str, arguments: Sequence[str], end: str = "") -> tuple[str, ...]:

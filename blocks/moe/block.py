@@ -101,6 +101,22 @@ VARIANTS = (
         backends=("cpu", "tpu"),
         note="assignments sorted by expert, padded to row blocks, one dynamic weight slice per block",
         parts=("router",),
+        tiles=(("block_rows", "token rows of one expert's GEMM block"),),
+    ),
+    Variant(
+        name="tpu_grouped",
+        module="moec.blocks.moe.tpu_grouped",
+        backends=("tpu",),
+        note="assignments counted, not sorted; an expert's products in one kernel; rows summed by another",
+        parts=("router",),
+        cost="tpu_cost",
+        tiles=(
+            ("block_rows", "token rows of one expert's product"),
+            ("inner_tile", "columns of an expert in vector memory at once"),
+            ("combine_tokens", "tokens whose sums leave together"),
+            ("stream_rows", "rows summed at once with all sums in vector memory; 0 = fetched by token"),
+        ),
+        kernel=True,
     ),
 )
 

@@ -11,14 +11,10 @@ from .block import Fields
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
-    """Router, exchange of tokens, local experts, shared expert, way back."""
-    act, weight = load.dtypes.activation, load.dtypes.weight
-    router, width = fields.router, fields.expert_width(dims)
-    # A float32 product takes several passes where products are bfloat16; the matrix is stored as planned.
-    logits = act if router.logits_dtype == "activation" else "float32"
+    """Exchange of tokens, local experts, shared expert, way back. The router: ../router/cost.py."""
+    act, router, width = load.dtypes.activation, fields.router, fields.expert_width(dims)
     before, after = _latent(fields, dims, load)
     return (
-        Gemm("route", load.tokens, router.num_experts, dims.hidden_size, logits, weight),
         *before,
         *gather_for_experts(router.top_k, width, load),
         *_experts(fields, width, load),
@@ -34,7 +30,14 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     )
 
 
-def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
+def refuse(fields: Fields, dims: ModelDims, load: Load) -> list[str]:
+    """Plain XLA takes everything but rows of another dtype than the activations'."""
+    if load.dtypes.expert_rows == "activation":
+        return []
+    return [f"rows in {load.dtypes.expert_rows}: plain XLA multiplies rows in the activations' dtype"]
+
+
+def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Rows of one expert's block, per bucket."""
     return {f"block_rows.{bucket}": block_rows(fields, load) for bucket, load in loads.items()}
 

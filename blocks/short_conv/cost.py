@@ -20,7 +20,7 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     )
 
 
-def tuning(fields: Fields, loads: Mapping[str, Load]) -> dict[str, int]:
+def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Nothing to tune."""
     return {}
 

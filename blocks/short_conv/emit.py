@@ -8,7 +8,7 @@ def emit(fields: Fields, site: Site) -> Emission:
     """Constants and call of the gated short convolution under the site's cut."""
     imports, combine = sum_over_heads(site, "b_o" if fields.bias else None)
     return Emission(
-        imports=((site.module, "short_conv"), *imports),
+        imports=(site.function("short_conv"), *imports),
         constants=(Constant(f"{site.prefix}_CONV", str(fields.conv_kernel), "taps of the causal convolution"),),
         doc=f"Gated short convolution: {fields.channels} channels, {fields.conv_kernel} taps.",
         fields={

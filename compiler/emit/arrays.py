@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from moec.blocks.core.array_info import SCALED, ArrayInfo, Op, Source
-from moec.blocks.core.declare import HeadCut, PagedState, SlotState, Weight
+from moec.blocks.core.declare import HeadCut, PagedState, SlotState, Variant, Weight
 from moec.blocks.core.work import Dtypes, itemsize
 from moec.blocks.registry import axis_roles
 from moec.targets.target import load_target
@@ -27,7 +27,7 @@ class StateArray:
 
     layers: number of layers of the block. paged: pages (tokens) or slots (sequences).
     inner: dims of one token's or sequence's entry (global); axes: their logical axes. row: the constant of the
-    program that is the last of them; None: a number.
+    program that is the last of them; None: a number. carried: blocks update it inside the layer scan.
     """
 
     key: str
@@ -39,6 +39,7 @@ class StateArray:
     dtype: str
     window: int | None = None
     row: str | None = None
+    carried: bool = True
 
     @property
     def inner_text(self) -> str:
@@ -141,23 +142,33 @@ def state_arrays(graph: Graph, plan: Plan) -> tuple[StateArray, ...]:
     return tuple(found)
 
 
+def chosen_variant(inst: BlockInst, plan: Plan) -> Variant:
+    """The block's variant in the plan."""
+    return next(one for one in block_of(inst).VARIANTS if one.name == plan.variants[inst.name])
+
+
 def _state_array(
     graph: Graph, inst: BlockInst, state: PagedState | SlotState, cuts: tuple[HeadCut, ...], plan: Plan
 ) -> StateArray:
     name = "kv" if isinstance(state, PagedState) else state.name
     aligned = isinstance(state, PagedState) and state.row_aligned
-    shape = (*state.shape[:-1], plan.tuning[f"{inst.name}.row"]) if aligned else state.shape
-    inner = tuple(size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(shape, state.axes, strict=True))
+    if isinstance(state, PagedState):
+        shape, axes = state.shape, state.axes
+    else:
+        shape, axes = state.entry(load_target(plan.target).tiling.lanes, plan.mesh.tp)
+    shape = (*shape[:-1], plan.tuning[f"{inst.name}.row"]) if aligned else shape
+    inner = tuple(size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(shape, axes, strict=True))
     return StateArray(
         key=f"{inst.name}.{name}",
         block=inst.name,
         layers=len(graph.layers_of(inst.name)),
         paged=isinstance(state, PagedState),
         inner=inner,
-        axes=state.axes,
+        axes=axes,
         dtype=role_dtypes(plan).of(state.role),
         window=state.window if isinstance(state, PagedState) else None,
         row=f"{inst.name.upper()}_ROW" if aligned else None,
+        carried=isinstance(state, SlotState) or chosen_variant(inst, plan).updates_pages,
     )
 
 

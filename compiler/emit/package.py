@@ -7,9 +7,9 @@ from pathlib import Path
 from ..graph.ir import Graph
 from ..plan.plan import Plan
 from ..plan.report import plan_markdown
+from .constants import text as python_text
 from .render import render, render_python
 from .view import identifier, view
-from .view import text as python_text
 from .weights_view import weights_view
 
 

@@ -4,16 +4,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from moec.blocks.collectives.variants import XLA
 from moec.blocks.core.array_info import SCALED
 from moec.blocks.core.declare import NormFields
 from moec.blocks.core.emission import Constant, Emission, Site
 from moec.blocks.registry import BLOCKS, EMITTERS
 
 from ..graph.ir import Addition, BlockInst, Branch, Graph, Group, Layer
-from ..plan.plan import BucketPlan, Plan
-from .arrays import StateArray, mesh_rules, state_arrays
+from ..plan.plan import Plan
+from .arrays import StateArray, chosen_variant, mesh_rules, state_arrays
+from .constants import chosen_part, chosen_way_back, constants, text, tuned, uses_kernels
+from .ends import WIDTH, PoolView, bucket_text, embed_text, head_text, kv_writes, pool_view, times
 
-WIDTH = 110  # of emitted lines
 # Said once per program, in its first group.
 _TAPS = "The inputs of the layers leave the scan only in step_tapped; elsewhere they are dead code."
 
@@ -55,28 +57,23 @@ class StepView:
 
 @dataclass(frozen=True)
 class GroupView:
-    """One scanned group."""
+    """One scanned group. new_kv: lines that gather the body's new cache rows; scanned, outs: what leaves the scan, in
+    the body and behind it; call: the group's line in `forward`."""
 
     name: str
     doc: str
     repeat: int
     steps: tuple[StepView, ...]
-    new_kv: tuple[tuple[str, str], ...]  # pool key, expression that stacks the body's new rows
+    new_kv: tuple[str, ...]
+    scanned: str
+    outs: str
+    call: str
     notes: tuple[str, ...]  # comments on what the body returns
 
 
 @dataclass(frozen=True)
-class PoolView:
-    """One state array of the emitted `state` function. info: lines of its ArrayInfo's arguments; size: of POOLS."""
-
-    key: str
-    info: tuple[str, ...]
-    size: str
-
-
-@dataclass(frozen=True)
 class ProgramView:
-    """Everything model.py.j2 places."""
+    """Everything model.py.j2 places. reads, new_kv: what groups take and give for pools that are written after them."""
 
     header: tuple[str, ...]
     title: str
@@ -87,9 +84,10 @@ class ProgramView:
     layers: tuple[LayerView, ...]
     groups: tuple[GroupView, ...]
     pools: tuple[PoolView, ...]
-    slot_keys: tuple[str, ...]
+    carried_keys: tuple[str, ...]
+    reads: str
+    new_kv: str
     kv_writes: tuple[tuple[str, str], ...]
-    stacks: str
     hidden: str
     final_norm: str
     embed: str
@@ -103,14 +101,9 @@ def identifier(name: str) -> str:
     return f"_{slug}" if slug[0].isdigit() else slug
 
 
-def text(value: object) -> str:
-    """A value as Python text with double quotes, as formatters write it."""
-    return repr(value).replace("'", '"')
-
-
-def variant_module(plan: Plan, part: str, block: str = "") -> str:
-    """Import path of the variant the plan chose for a part of the program, or for one that a block calls."""
-    return f"moec.blocks.{part}.{plan.variants[f'{block}.{part}' if block else part]}"
+def variant_module(plan: Plan, part: str) -> str:
+    """Import path of the variant the plan chose for a part of the program."""
+    return f"moec.blocks.{part}.{plan.variants[part]}"
 
 
 def block_function(inst: BlockInst) -> str:
@@ -153,32 +146,31 @@ def view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> ProgramView:
         header=header,
         title=_title(graph, plan),
         imports=_imports(graph, plan, emissions, pools),
-        constants=_constants(graph, plan, emissions),
+        constants=constants(graph, plan, emissions),
         rules=tuple((axis, text(axes)) for axis, axes in mesh_rules(graph, plan).items()),
         blocks=blocks,
         layers=tuple(_layer(layer, program) for layer in program.functions),
         groups=tuple(_group(i, group, program) for i, group in enumerate(graph.groups)),
-        pools=tuple(_pool(pool, plan) for pool in pools),
-        slot_keys=tuple(p.key for p in pools if not p.paged),
-        kv_writes=_kv_writes(graph, pools),
-        stacks='w["stacks"]' if any(_has_stack(inst, graph) for inst in graph.blocks().values()) else "{}",
+        pools=tuple(pool_view(pool, plan) for pool in pools),
+        carried_keys=tuple(p.key for p in pools if p.carried),
+        reads="kv, " if program.reads_kv else "",
+        new_kv="new_kv, " if program.reads_kv else "",
+        kv_writes=kv_writes(graph, pools),
         hidden=_joined([f"hidden{i}" for i in range(len(graph.groups))]),
         final_norm=norm_call(graph.final_norm, "x_TD", "final_norm"),
-        embed=_embed(graph, plan),
-        head=_head(graph, plan),
-        buckets=tuple((b.name, _bucket(b)) for b in plan.buckets),
+        embed=embed_text(graph, plan),
+        head=head_text(graph, plan),
+        buckets=tuple((b.name, bucket_text(b)) for b in plan.buckets),
     )
 
 
 def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
     """What the block itself wants written, given its site in the plan."""
-    variant = {v.name: v for v in BLOCKS[inst.kind]().VARIANTS}[plan.variants[inst.name]]
-    mesh = plan.mesh
-    prefix = f"{inst.name}."
+    mesh, variant, returns = plan.mesh, chosen_variant(inst, plan), chosen_way_back(plan)
     site = Site(
         name=inst.name,
-        module=variant.module,
-        collectives=variant_module(plan, "collectives"),
+        variant=variant,
+        collectives=XLA,
         dims=graph.dims,
         dp=mesh.dp,
         tp=mesh.tp,
@@ -187,25 +179,16 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
         shared_sharded=plan.shared_expert == "sharded",
         mlp_sharded=plan.mlp == "sharded",
         scaled=plan.dtypes.expert in SCALED,
-        tuning=_tuning({k[len(prefix) :]: v for k, v in plan.tuning.items() if k.startswith(prefix)}),
+        tuning=tuned(inst.name, plan),
         layers=graph.layers_of(inst.name),
-        parts={part: variant_module(plan, part, inst.name) for part in variant.parts},
+        parts={part: chosen_part(part, inst, plan) for part in variant.parts},
+        gathers_float8=plan.dtypes.gather != "activation",
+        quantises_rows=plan.dtypes.expert_rows != "activation",
+        returns=returns if returns.kernel else None,
     )
     found = EMITTERS[inst.kind]().emit(inst.fields, site)
     layers = Constant(f"{site.prefix}_LAYERS", str(len(graph.layers_of(inst.name))), f"layers with {inst.name}")
     return replace(found, constants=(layers, *found.constants))
-
-
-def _tuning(flat: dict[str, int]) -> dict[str, object]:
-    """{"chunk": 64, "block_rows.decode": 8} -> {"chunk": 64, "block_rows": {"decode": 8}}."""
-    nested: dict[str, object] = {}
-    for key, value in flat.items():
-        name, _, bucket = key.partition(".")
-        if bucket:
-            nested[name] = {**dict(nested.get(name, {})), bucket: value}  # type: ignore[call-overload]
-        else:
-            nested[name] = value
-    return nested
 
 
 def _title(graph: Graph, plan: Plan) -> str:
@@ -224,12 +207,17 @@ def _imports(
     pairs = {
         (f"{core}.array_info", "ArrayInfo"),
         *((f"{core}.norm", f"{kind}_norm") for kind in norms),
+        *([(f"{core}.chip", "ChipLimits")] if uses_kernels(graph, plan) else []),
         (variant_module(plan, "embed"), "lookup_sharded" if plan.embed == "sharded" else "lookup"),
         (variant_module(plan, "head"), "logits_sharded" if plan.head == "sharded" else "logits"),
         (variant_module(plan, "sampling"), "sample"),
         *((f"{core}.slots", name) for name in ("copy_slots", "zero_slots")),
         *((f"{core}.batch", name) for name in ("Bucket", "index_rows", "local", "ranked")),
-        *([(f"{core}.batch", "stack_layers"), (f"{core}.paged", "write_kv")] if any(p.paged for p in pools) else []),
+        *(
+            [(f"{core}.batch", "stack_layers"), (f"{core}.paged", "write_kv")]
+            if any(not p.carried for p in pools)
+            else []
+        ),
         *(
             (f"{core}.program", name)
             for name in ("batch_info", "jit_slots", "jit_step", "make_mesh", "partition_specs")
@@ -244,33 +232,13 @@ def _import_order(name: str) -> tuple[bool, str]:
     return name[0].islower(), name.lower()
 
 
-def _constants(graph: Graph, plan: Plan, emissions: dict[str, Emission]) -> tuple[Constant, ...]:
-    mesh, dims = plan.mesh, graph.dims
-    axes = "{" + ", ".join(f'"{name}": {size}' for name, size in mesh.axes) + "}"
-    head = [
-        Constant("MESH_AXES", axes, f"{mesh.num_devices} devices"),
-        Constant("DATA", text(mesh.attention_dp), "attention data parallel: each rank has its own sequences"),
-        Constant("TENSOR", text(mesh.attention_tp), "attention tensor parallel: heads are cut"),
-        Constant("EXPERT", text(mesh.expert_ep), "expert parallel: each device has its own experts"),
-        Constant("NUM_RANKS", str(mesh.dp), "attention data-parallel ranks"),
-        Constant("VOCAB", str(dims.vocab_size), "token ids"),
-        Constant("ACTIVATION", f'"{plan.dtypes.activation}"', "dtype of the residual stream"),
-        Constant("MATMUL_PRECISION", f'"{plan.matmul_precision}"', "of matrix products while tracing"),
-        Constant("PAGE_SIZE", str(plan.page_size), "tokens per KV page"),
-        Constant("MAX_CONTEXT", str(plan.max_context), "tokens per sequence"),
-        Constant("NUM_PAGES", str(plan.pages_per_rank), "KV pages per rank the plan budgets, page 0 is the sink"),
-        Constant("NUM_SLOTS", str(plan.slots_per_rank), "sequences per rank the plan budgets, slot 0 is the sink"),
-    ]
-    return (*head, *(c for emitted in emissions.values() for c in emitted.constants))
-
-
 def group_doc(group: Group) -> str:
     """15 x [gdn_moe, gdn_moe, gdn_moe, gqa_moe]."""
     return f"{group.repeat} x [{', '.join(layer.kind for layer in group.layers)}]"
 
 
-def _own_pools(inst: BlockInst, pools: tuple[StateArray, ...], paged: bool) -> tuple[StateArray, ...]:
-    return tuple(p for p in pools if p.block == inst.name and p.paged == paged)
+def _own_pools(inst: BlockInst, pools: tuple[StateArray, ...], carried: bool) -> tuple[StateArray, ...]:
+    return tuple(p for p in pools if p.block == inst.name and p.carried == carried)
 
 
 def _has_stack(inst: BlockInst, graph: Graph) -> bool:
@@ -286,16 +254,26 @@ class _Program:
     emissions: dict[str, Emission]
     functions: dict[Layer, str]
 
+    @property
+    def reads_kv(self) -> bool:
+        """Whether layers only read some pool, which is written after them."""
+        return any(not pool.carried for pool in self.pools)
+
+    @property
+    def stacks(self) -> str:
+        """The loop-invariant stacks, as `forward` names them."""
+        return 'w["stacks"]' if any(_has_stack(inst, self.graph) for inst in self.graph.blocks().values()) else "{}"
+
     def outs(self, inst: BlockInst) -> list[str]:
         """What a block gives back beside its output."""
-        pools = ["pools"] if _own_pools(inst, self.pools, False) else []
-        return pools + (["new_kv_TC"] if _own_pools(inst, self.pools, True) else [])
+        pools = ["pools"] if _own_pools(inst, self.pools, True) else []
+        return pools + (["new_kv_TC"] if _own_pools(inst, self.pools, False) else [])
 
 
 def _block(inst: BlockInst, graph: Graph, emitted: Emission, pools: tuple[StateArray, ...]) -> BlockView:
-    slots, paged = _own_pools(inst, pools, False), _own_pools(inst, pools, True)
-    packed = ", ".join(f'"{p.key}": {_local_name(p)}' for p in slots)
-    returns = ["y_TD"] + (["pools | {" + packed + "}"] if slots else []) + (["new_kv_TC"] if paged else [])
+    carried, read = _own_pools(inst, pools, True), _own_pools(inst, pools, False)
+    packed = ", ".join(f'"{p.key}": {_local_name(p)}' for p in carried)
+    returns = ["y_TD"] + (["pools | {" + packed + "}"] if carried else []) + (["new_kv_TC"] if read else [])
     first = ("h_TD", "x_TD", "w") if emitted.reads_residual else ("h_TD", "w")
     return BlockView(
         name=inst.name,
@@ -304,7 +282,7 @@ def _block(inst: BlockInst, graph: Graph, emitted: Emission, pools: tuple[StateA
         doc=emitted.doc,
         params=", ".join(_params(inst, graph, pools, first, "stack", "layer")),
         returns=", ".join(returns),
-        setup=tuple(f'{_local_name(p)} = pools["{p.key}"]' for p in slots),
+        setup=tuple(f'{_local_name(p)} = pools["{p.key}"]' for p in carried),
         fields=emitted.fields,
     )
 
@@ -317,16 +295,16 @@ def _params(
     inst: BlockInst, graph: Graph, pools: tuple[StateArray, ...], first: tuple[str, ...], stack: str, layer: str
 ) -> list[str]:
     """What a block function takes, in order; the same list is used for definition and call."""
-    slots, paged = _own_pools(inst, pools, False), _own_pools(inst, pools, True)
-    assert len(paged) <= 1, (inst.name, paged)
+    carried, read = _own_pools(inst, pools, True), _own_pools(inst, pools, False)
+    assert len(read) <= 1, (inst.name, read)
     args = list(first)
-    if slots:
+    if carried:
         args.append("pools")
-    if paged:
-        args.append("kv_pool" if stack == "stack" else f'kv["{paged[0].key}"]')
+    if read:
+        args.append("kv_pool" if stack == "stack" else f'kv["{read[0].key}"]')
     if _has_stack(inst, graph):
         args.append(stack)
-    if slots or paged:
+    if carried or read:
         args.append("batch")
     return [*args, "rows", layer, "bucket"]
 
@@ -362,11 +340,7 @@ def _addition(addition: Addition, program: _Program) -> list[str]:
     if addition.post_norm:
         lines.append(f"y_TD = {norm_call(addition.post_norm.fields, 'y_TD', addition.post_norm.name)}")
     kept = "h_TD" if addition.keeps_normed else "x_TD"
-    return [*lines, f"x_TD = {_times(addition.skip, kept)} + {_times(addition.scale, 'y_TD')}"]
-
-
-def _times(factor: float, name: str) -> str:
-    return name if factor == 1 else f"{factor!r} * {name}"
+    return [*lines, f"x_TD = {times(addition.skip, kept)} + {times(addition.scale, 'y_TD')}"]
 
 
 def _branch(branch: Branch, shared: str, output: str, program: _Program) -> list[str]:
@@ -387,8 +361,8 @@ def _layer_params(layer: Layer, graph: Graph, pools: tuple[StateArray, ...], ord
     """What a layer function takes after x_TD and w: only what its blocks use."""
     insts = layer.blocks
     owned = [pool for inst in insts for pool in pools if pool.block == inst.name]
-    used = ["pools"] if any(not pool.paged for pool in owned) else []
-    used += ["kv"] if any(pool.paged for pool in owned) else []
+    used = ["pools"] if any(pool.carried for pool in owned) else []
+    used += ["kv"] if any(not pool.carried for pool in owned) else []
     used += ["stacks"] if any(_has_stack(inst, graph) for inst in insts) else []
     used += ["batch"] if owned else []
     return [*used, "rows", *ordinals]
@@ -400,9 +374,9 @@ def _group(index: int, group: Group, program: _Program) -> GroupView:
     for position, layer in enumerate(group.layers):
         outs = ["x_TD"]
         for inst in layer.blocks:
-            if _own_pools(inst, program.pools, False):
+            if _own_pools(inst, program.pools, True):
                 outs.append("pools")
-            for pool in _own_pools(inst, program.pools, True):
+            for pool in _own_pools(inst, program.pools, False):
                 rows = f"{inst.name}_kv{position}"
                 outs.append(rows)
                 new_kv.setdefault(pool.key, []).append(rows)
@@ -411,14 +385,29 @@ def _group(index: int, group: Group, program: _Program) -> GroupView:
         args = ["x_TD", f'w["layer{position}"]', *params, "bucket=bucket"]
         steps.append(StepView(tuple(wrapped(", ".join(dict.fromkeys(outs)), program.functions[layer], args, 8))))
     first, last = group.first_layer, group.first_layer + group.repeat * len(group.layers) - 1
+    inputs = f"jnp.stack([{', '.join(f'in{i}_TD' for i in range(len(group.layers)))}])"
     return GroupView(
         name=f"group{index}",
         doc=f"Layers {first}-{last}: {group_doc(group)}, scanned.",
         repeat=group.repeat,
         steps=tuple(steps),
-        new_kv=tuple((key, f"jnp.stack([{', '.join(rows)}])") for key, rows in new_kv.items()),
+        new_kv=(_new_kv(new_kv),) if program.reads_kv else (),
+        scanned=f"(new_kv, {inputs})" if program.reads_kv else inputs,
+        outs="(new_kv, hidden)" if program.reads_kv else "hidden",
+        call=_group_call(index, program),
         notes=(_TAPS,) if index == 0 else (),
     )
+
+
+def _new_kv(rows: dict[str, list[str]]) -> str:
+    """The new rows of every pool, stacked over the layers of the body."""
+    return "new_kv = {" + ", ".join(f'"{key}": jnp.stack([{", ".join(names)}])' for key, names in rows.items()) + "}"
+
+
+def _group_call(index: int, program: _Program) -> str:
+    outs, read = (f"new_kv{index}, hidden{index}", "state, ") if program.reads_kv else (f"hidden{index}", "")
+    args = f'x_TD, pools, {read}w["group{index}"], {program.stacks}, batch, rows, bucket'
+    return f"x_TD, pools, {outs} = group{index}({args})"
 
 
 def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
@@ -432,65 +421,5 @@ def _ordinal(inst: BlockInst, group: Group, position: int, graph: Graph) -> str:
     return f"{scaled} + {offset}" if offset else scaled
 
 
-def _pool(pool: StateArray, plan: Plan) -> PoolView:
-    layers, inner = f"{pool.block.upper()}_LAYERS", pool.inner_text
-    axes = text(("rank", None, None, *pool.axes))
-    if pool.paged:
-        shape = f'(NUM_RANKS, {layers} * pages["{pool.key}"], PAGE_SIZE, {inner})'
-        page_bytes = pool.bytes_per_entry * plan.page_size
-        size = f'"tokens_per_page": PAGE_SIZE, "bytes_per_page": {page_bytes}, "window": {pool.window}'
-    else:
-        shape = f'(NUM_RANKS, {layers}, slots["{pool.key}"], {inner})'
-        size = f'"bytes_per_slot": {pool.bytes_per_entry}'
-    rest = f'"{pool.dtype}", {axes}'
-    info = (f"{shape}, {rest}",) if len(shape) + len(rest) + 14 <= WIDTH else (f"{shape},", f"{rest},")
-    return PoolView(pool.key, info, "{" + size + "}")
-
-
-def _kv_writes(graph: Graph, pools: tuple[StateArray, ...]) -> tuple[tuple[str, str], ...]:
-    """Per paged pool: the new rows of all its layers in layer order."""
-    found = []
-    for pool in pools:
-        if not pool.paged:
-            continue
-        parts = [
-            f'new_kv{i}["{pool.key}"]'
-            for i, group in enumerate(graph.groups)
-            if any(inst.name == pool.block for layer in group.layers for inst in layer.blocks)
-        ]
-        found.append((pool.key, ", ".join(parts)))
-    return tuple(found)
-
-
 def _joined(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"jnp.concatenate([{', '.join(parts)}])"
-
-
-def _embed(graph: Graph, plan: Plan) -> str:
-    found = 'lookup(w["embed"]["table"], tokens_T)'
-    if plan.embed == "sharded":
-        found = 'lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR)'
-    return _times(graph.embed.scale, f"{found}.astype(ACTIVATION)")
-
-
-def _head(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """Lines that compute logits from h_TD and end in a return."""
-    head = graph.head
-    matrix = 'w["embed"]["table"].T' if head.tied else 'w["head"]["w"]'
-    sharded = plan.head == "sharded"
-    call = f"logits_sharded(h_TD, {matrix}, DATA, TENSOR)" if sharded else f"logits(h_TD, {matrix})"
-    lines = [f"logits_TV = {call}"]
-    if head.bias:
-        lines.append('logits_TV = logits_TV + w["head"]["b"].astype(jnp.float32)')
-    if head.scale != 1:
-        lines.append(f"logits_TV = {head.scale!r} * logits_TV")
-    if head.softcap:
-        lines.append(f"logits_TV = {head.softcap!r} * jnp.tanh(logits_TV / {head.softcap!r})")
-    return (f"return {call}",) if len(lines) == 1 else (*lines, "return logits_TV")
-
-
-def _bucket(bucket: BucketPlan) -> str:
-    return (
-        f"Bucket(tokens_per_rank={bucket.tokens_per_rank}, seqs_per_rank={bucket.seqs_per_rank}, "
-        f"max_q={bucket.max_q}, pages_per_seq={bucket.pages_per_seq})"
-    )

@@ -8,7 +8,7 @@ from ..graph.ir import Graph, Group
 from ..graph.weights import all_residual_weights, layers_with, residual_weights
 from ..plan.plan import Plan
 from .arrays import dense_arrays, expert_arrays, residual_array, top_arrays
-from .view import text
+from .constants import text
 
 WIDTH = 110
 

@@ -77,7 +77,9 @@ def ask(request: Request) -> Question:
         missing = "target" if request.target is None else "workload"
         raise ProblemsError([Problem(missing, f"planning needs a {missing}", f"name one with --{missing}")])
     dtypes = resolve_dtypes(request.graph, request.target, request.pins)
-    problems = check_dtypes(request.graph, request.target, dtypes) + check_variants(request.graph, request.target)
+    problems = check_dtypes(request.graph, request.target, dtypes) + check_variants(
+        request.graph, request.target, request.pins
+    )
     problems += check_room(request.target)
     problems += check_placements(request.graph, request.target, request.pins)
     problems += check_sizes(request.workload, request.pins)

@@ -3,7 +3,8 @@
 An operator takes max(flops / (efficiency * peak), bytes / achieved bandwidth); efficiency and
 bandwidth are interpolated in the target's published points. A collective takes
 alpha + bytes / beta on the slowest link it uses. Operators, collectives and the fixed cost per
-layer run one after the other: no overlap is assumed. All results are predictions.
+layer run one after the other; only what a block says is one operator overlaps: its collectives,
+one after the other, run beside its other terms. All results are predictions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +14,16 @@ from itertools import pairwise, product
 from math import log
 from statistics import mean
 
+from moec.blocks.core.declare import Variant
 from moec.blocks.core.work import Collective, Gemm, Load, Stream, Term, Vector, itemsize
 from moec.blocks.embed import cost as embed_cost
 from moec.blocks.head import cost as head_cost
-from moec.blocks.registry import COSTS
+from moec.blocks.registry import cost
 from moec.targets.target import Target
 
 from ..graph.ir import Graph
 from .plan import MeshPlan
+from .variants import Place, places
 
 # Passes over the residual stream per norm and per addition: read and write.
 _RESIDUAL_PASSES = 2
@@ -76,6 +79,8 @@ class Machine:
 
     def collective_seconds(self, collective: Collective, span: Span) -> tuple[float, str]:
         """(seconds, link) of one call. Devices of one chip take data in once and share it over their own link."""
+        if collective.rounds:
+            return self._rounds_seconds(collective)
         payload = collective.payload_bytes
         rounds = 2 if collective.kind == "all-reduce" else 1  # reduce-scatter, then all-gather
         if span.chips == 1:
@@ -90,6 +95,22 @@ class Machine:
             return alpha + out / (ici.all_to_all_gbps_per_link.value * links * 1e9), "ICI"
         taken_in = rounds * payload * span.groups_per_chip * (span.chips - 1) / span.chips
         return alpha + taken_in / (ici.gbps_per_link.value * links * 1e9), "ICI"
+
+    def _rounds_seconds(self, collective: Collective) -> tuple[float, str]:
+        """(seconds, link) of a kernel's exchange: rounds within chips beside those between chips, but for the first or
+        last batch. Each is one hop. Alpha is that of the compiler's collective on the slower link: none was published
+        for copies that a kernel sends."""
+        ici, d2d = self.target.ici, self.target.d2d
+        spent = {"D2D": 0.0, "ICI": 0.0}
+        for one in collective.rounds:
+            if one.link == "D2D":
+                assert d2d is not None, "several devices on one chip need a link between them"
+                spent["D2D"] += one.bytes * one.devices / (d2d.gbps.value * 1e9)
+            else:
+                spent["ICI"] += one.bytes * one.devices / (ici.gbps_per_link.value * 1e9)
+        link = "ICI" if any(one.link == "ICI" for one in collective.rounds) else "D2D"
+        alpha = ici.alpha_us if link == "ICI" or d2d is None else d2d.alpha_us
+        return alpha.value * 1e-6 + max(spent.values()) + min(spent.values()) / collective.batches, link
 
     def _links(self, span: Span) -> float:
         """Links per chip a group uses: those of the dims it spans, dims counted by the log of their size."""
@@ -135,6 +156,14 @@ def span_of(axes: tuple[tuple[str, int], ...], used: tuple[str, ...], cores: int
 
 
 @dataclass(frozen=True)
+class Message:
+    """One collective and its predicted seconds, whatever runs beside it."""
+
+    call: Collective
+    seconds: float
+
+
+@dataclass(frozen=True)
 class OpCost:
     """Predicted cost of one operator of one scope. layers: executions per step; seconds: one of them."""
 
@@ -143,7 +172,7 @@ class OpCost:
     layers: int
     seconds: float
     binding: str
-    collective: Collective | None = None
+    messages: tuple[Message, ...] = ()
 
     @property
     def total(self) -> float:
@@ -167,28 +196,37 @@ class StepCost:
             found[op.scope] = found.get(op.scope, 0.0) + op.total
         return found
 
-    def collectives(self) -> tuple[OpCost, ...]:
-        return tuple(op for op in self.ops if op.collective)
+    def collectives(self) -> tuple[tuple[OpCost, Message], ...]:
+        """Every message with the operator it belongs to, in order of execution."""
+        return tuple((op, message) for op in self.ops for message in op.messages)
 
 
-def price_step(graph: Graph, machine: Machine, mesh: MeshPlan, load: Load) -> StepCost:
-    """Every operator of one step on one device."""
-    ops = [*_price(machine, mesh, "embed", 1, embed_cost.work(graph.dims, load))]
-    for inst in graph.blocks().values():
-        terms = COSTS[inst.kind]().work(inst.fields, graph.dims, load)
-        ops += _price(machine, mesh, inst.name, len(graph.layers_of(inst.name)), terms)
+def price_place(
+    graph: Graph, machine: Machine, mesh: MeshPlan, place: Place, variant: Variant, load: Load, layers: int = 1
+) -> list[OpCost]:
+    """Every operator of one place on one device."""
+    terms = cost(place.kind, variant).work(place.fields, graph.dims, load)
+    return price(machine, mesh, place.owner, layers, terms)
+
+
+def price_step(graph: Graph, machine: Machine, mesh: MeshPlan, load: Load, variants: Mapping[str, Variant]) -> StepCost:
+    """Every operator of one step on one device. variants: of every place, by its name."""
+    ops = [*price(machine, mesh, "embed", 1, embed_cost.work(graph.dims, load))]
+    for place in places(graph):
+        repeats = len(graph.layers_of(place.owner))
+        ops += price_place(graph, machine, mesh, place, variants[place.name], load, repeats)
     stream = load.tokens * graph.dims.hidden_size * itemsize(load.dtypes.activation)
     layers = [layer for _, layer in graph.layers()]
     passes = _RESIDUAL_PASSES * mean(len(layer.norms) + len(layer.additions) for layer in layers)
     residual = (Stream("norms and additions", passes * stream, stream),)
-    ops += _price(machine, mesh, "residual", graph.num_layers, residual)
-    ops += _price(machine, mesh, "head", 1, head_cost.work(graph.dims, load))
+    ops += price(machine, mesh, "residual", graph.num_layers, residual)
+    ops += price(machine, mesh, "head", 1, head_cost.work(graph.dims, load))
     fixed = machine.target.layer_overhead_us.value * 1e-6 * mean(len(one.blocks) for one in layers) / _BLOCKS_PER_LAYER
     ops.append(OpCost("overhead", "fixed cost per layer", graph.num_layers, fixed, "fixed"))
     return StepCost(tuple(ops))
 
 
-def _price(machine: Machine, mesh: MeshPlan, scope: str, layers: int, terms: Iterable[Term]) -> list[OpCost]:
+def price(machine: Machine, mesh: MeshPlan, scope: str, layers: int, terms: Iterable[Term]) -> list[OpCost]:
     """One OpCost per operator, in order of first appearance."""
     groups: dict[str, list[Term]] = {}
     for term in terms:
@@ -197,19 +235,21 @@ def _price(machine: Machine, mesh: MeshPlan, scope: str, layers: int, terms: Ite
 
 
 def _price_op(machine: Machine, mesh: MeshPlan, scope: str, layers: int, op: str, terms: list[Term]) -> OpCost:
-    if isinstance(terms[0], Collective):
-        (call,) = terms
-        assert isinstance(call, Collective)
-        used = tuple(name for role in call.axes for name in getattr(mesh, role))
-        seconds, link = machine.collective_seconds(call, span_of(mesh.axes, used, machine.target.cores))
-        return OpCost(scope, op, layers, seconds, link, call)
-    times = {
+    found = [(term, *_exchange(machine, mesh, term)) for term in terms if isinstance(term, Collective)]
+    times = {link: sum(seconds for _, seconds, _ in found) for _, _, link in found}
+    times |= {
         "HBM": sum(_traffic_seconds(machine, term) for term in terms),
         "MXU": machine.matrix_seconds(term for term in terms if isinstance(term, Gemm)),
         "VPU": sum(term.flops for term in terms if isinstance(term, Vector)) / _vector_flops(machine),
     }
     binding = max(times, key=lambda name: times[name])
-    return OpCost(scope, op, layers, times[binding], binding)
+    return OpCost(scope, op, layers, times[binding], binding, tuple(Message(call, one) for call, one, _ in found))
+
+
+def _exchange(machine: Machine, mesh: MeshPlan, call: Collective) -> tuple[float, str]:
+    """(seconds, link) of one collective."""
+    used = tuple(name for role in call.axes for name in getattr(mesh, role))
+    return machine.collective_seconds(call, span_of(mesh.axes, used, machine.target.cores))
 
 
 def _vector_flops(machine: Machine) -> float:

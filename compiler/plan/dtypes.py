@@ -29,6 +29,8 @@ def resolve_dtypes(graph: Graph, target: Target, pins: PlanPins) -> Dtypes:
         kv=wanted.kv or default.kv,
         state=wanted.state or default.state,
         conv=wanted.conv or default.conv,
+        gather=wanted.gather or default.gather,
+        expert_rows=wanted.expert_rows or default.expert_rows,
     )
 
 
@@ -60,6 +62,9 @@ def check_dtypes(graph: Graph, target: Target, dtypes: Dtypes) -> list[Problem]:
     if dtypes.weight in DEQUANTISED:
         text = f"UNSUPPORTED: only expert stacks carry block scales, so other weights cannot be {dtypes.weight}"
         problems.append(Problem("plan.dtypes.weight", text, "valid: bfloat16, float32"))
+    if dtypes.expert_rows != "activation" and dtypes.expert != FLOAT8:
+        text = f"UNSUPPORTED: rows in {dtypes.expert_rows} go with experts in {FLOAT8}, and these are {dtypes.expert}"
+        problems.append(Problem("plan.dtypes.expert_rows", text, "valid: activation"))
     table, block = graph.checkpoint, SCALED[FLOAT8]
     if dtypes.expert == FLOAT8 and table is not None and table.scale_suffix is None:
         text = f"UNSUPPORTED: experts in {dtypes.expert} need block scales, and the checkpoint table has none"

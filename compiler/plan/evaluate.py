@@ -1,14 +1,16 @@
 """One option at a time: hard constraints first, then memory and predicted time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from moec.blocks.core.declare import Variant
 from moec.blocks.core.work import Degrees, Dtypes, Load
 from moec.targets.target import Target
 
 from ..graph.ir import Graph
 from ..spec.schema import PlanPins, Workload
-from .cost import Machine, StepCost, price_step
+from .cost import Machine, StepCost, price_place, price_step
 from .memory import (
     TempModel,
     available_bytes,
@@ -32,6 +34,7 @@ from .steps import (
     step_loads,
     token_seconds,
 )
+from .variants import Chosen, Place, choose, returned
 
 GIB = 2**30
 
@@ -47,6 +50,7 @@ class Question:
     dtypes: Dtypes
     temp_model: TempModel = field(default_factory=TempModel)
     _weights: dict[Degrees, dict[str, int]] = field(default_factory=dict, repr=False)
+    _variants: dict[Degrees, Chosen] = field(default_factory=dict, repr=False)
 
     @cached_property
     def machine(self) -> Machine:
@@ -69,11 +73,34 @@ class Question:
         return plan_steps(option, self.workload, self.pins, self.target, seqs)
 
     def loads(self, option: Option, steps: Steps) -> dict[str, Load]:
+        return returned(self.variants(option).variants, self._plain_loads(option, steps))
+
+    def _plain_loads(self, option: Option, steps: Steps) -> dict[str, Load]:
         return step_loads(option, steps, self.workload, self.dtypes, self.target)
+
+    def variants(self, option: Option) -> Chosen:
+        """The implementations a sharding uses, chosen at its own number of sequences."""
+        degrees = replace(option.degrees, embed=1, head=1)  # of which no block knows
+        if degrees not in self._variants:
+            steps, mesh = self.steps(option, self.rows(option)), mesh_of(option)
+            assert mesh is not None, option
+            plain, share = self._plain_loads(option, steps), mixed_share(option, steps, self.workload)
+
+            def price(place: Place, variant: Variant, loads: Mapping[str, Load]) -> tuple[float, dict[str, float]]:
+                seconds = {
+                    name: sum(op.seconds for op in price_place(self.graph, self.machine, mesh, place, variant, load))
+                    for name, load in loads.items()
+                }
+                us = {name: one * 1e6 for name, one in seconds.items()}
+                return token_seconds(seconds[DECODE], seconds[MIXED], share), us
+
+            self._variants[degrees] = choose(self.graph, self.target, self.pins, plain, price)
+        return self._variants[degrees]
 
     def memory(self, option: Option, steps: Steps) -> MemoryPlan:
         weights, loads = self.weight_bytes(option.degrees), self.loads(option, steps)
-        return memory_plan(self.graph, self.target, steps, loads, weights, self.temp_model)
+        variants = self.variants(option).variants
+        return memory_plan(self.graph, self.target, steps, loads, weights, variants, self.temp_model)
 
     def max_sequences(self, option: Option) -> int:
         """Sequences on all ranks that fit in HBM at full length."""
@@ -109,8 +136,8 @@ class Priced:
     @property
     def collectives_per_layer(self) -> float:
         """Message rounds per layer, averaged; an all-reduce is a reduce-scatter and an all-gather."""
-        calls = [op for op in self.costs[DECODE].collectives() if op.scope not in ("embed", "head")]
-        rounds = sum(op.layers * (2 if op.collective and op.collective.kind == "all-reduce" else 1) for op in calls)
+        calls = [(op, one) for op, one in self.costs[DECODE].collectives() if op.scope not in ("embed", "head")]
+        rounds = sum(op.layers * (2 if one.call.kind == "all-reduce" else 1) for op, one in calls)
         return round(rounds / self.num_layers, 6)
 
     @property
@@ -160,7 +187,10 @@ def evaluate(question: Question, option: Option) -> Priced | Rejected:
     if not placed.fits:
         return _out_of_memory(question, option, placed.memory)
     loads = question.loads(option, placed.steps)
-    costs = {name: price_step(question.graph, question.machine, placed.mesh, load) for name, load in loads.items()}
+    variants = question.variants(option).variants
+    costs = {
+        name: price_step(question.graph, question.machine, placed.mesh, load, variants) for name, load in loads.items()
+    }
     share = mixed_share(option, placed.steps, question.workload)
     return Priced(option, placed.mesh, placed.steps, placed.memory, costs, share, question.graph.num_layers)
 
@@ -181,6 +211,8 @@ def place(question: Question, option: Option) -> Placed | Rejected:
             why,
             {"batched_tokens": steps.mixed_tokens, "seqs": steps.seqs, "page_size": steps.page_size},
         )
+    if broken := question.variants(option).broken:
+        return Rejected(option, "UNSUPPORTED", broken, {"dp": option.dp, "tp": option.tp, "ep": option.ep})
     return Placed(mesh, steps, question.memory(option, steps))
 
 

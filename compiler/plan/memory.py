@@ -1,22 +1,22 @@
 """Bytes per device: arguments exactly as the compiler lays them out, temporaries by a calibrated formula."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
 from math import inf, prod
 
 from moec.blocks.core.array_info import SCALED
-from moec.blocks.core.declare import PagedState, SlotState, Weight
+from moec.blocks.core.declare import PagedState, SlotState, Variant, Weight
 from moec.blocks.core.work import Degrees, Dtypes, Load, itembits, itemsize, touched
 from moec.blocks.embed import cost as embed_cost
 from moec.blocks.head import cost as head_cost
-from moec.blocks.registry import COSTS, axis_roles
+from moec.blocks.registry import axis_roles, cost
 from moec.targets.target import Target, Tiling
 
 from ..graph.ir import BlockInst, Graph
 from ..graph.weights import block_of, block_state, block_weights, model_weights, residual_weights
-from .plan import MemoryPlan
+from .plan import CachePool, MemoryPlan
 from .steps import Steps
 
 # Bar of the acceptance check: planned and compiled bytes differ by at most this.
@@ -148,12 +148,37 @@ def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps, t
 
 def _entry(inst: BlockInst, state: PagedState | SlotState, degrees: Degrees, lanes: int) -> Shape:
     """What one token or one sequence takes on one device."""
-    shape = state.row(lanes) if isinstance(state, PagedState) else state.shape
-    return local_shape(inst, shape, state.axes, degrees)
+    if isinstance(state, PagedState):
+        return local_shape(inst, state.row(lanes), state.axes, degrees)
+    return local_shape(inst, *state.entry(lanes, degrees.tp), degrees)
 
 
 def _state_name(state: PagedState | SlotState) -> str:
     return "kv" if isinstance(state, PagedState) else state.name
+
+
+def cache_pools(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps, tiling: Tiling) -> tuple[CachePool, ...]:
+    """Pages and slots share one budget: what each pool's entry takes, tiles included, and how many a sequence needs."""
+    arrays = {array.component: array for array in state_arrays(graph, degrees, dtypes, steps, tiling)}
+    paged = {f"{inst.name}.kv" for inst in graph.blocks().values() if _has_pages(graph, inst)}
+    found = []
+    for key, array in arrays.items():
+        entries = steps.num_pages if key in paged else steps.num_slots
+        found.append(
+            CachePool(
+                key=key,
+                kind="pages" if key in paged else "slots",
+                entries=entries,
+                bytes=prod(array.shape) * itembits(array.dtype) // 8 // entries,
+                padded_bytes=padded_bytes(array.shape, array.dtype, tiling) / entries,
+                per_sequence=steps.pages_per_seq if key in paged else 1,
+            )
+        )
+    return tuple(found)
+
+
+def _has_pages(graph: Graph, inst: BlockInst) -> bool:
+    return any(isinstance(state, PagedState) for state in block_state(graph, inst))
 
 
 def batch_arrays(steps: Steps, tokens: int) -> Iterator[LocalArray]:
@@ -192,20 +217,21 @@ class TempModel:
     residual_copies: int = 1
 
 
-def temp_bytes(graph: Graph, load: Load, model: TempModel) -> int:
+def temp_bytes(graph: Graph, load: Load, variants: Mapping[str, Variant], model: TempModel) -> int:
     """Largest block, residual streams, and the cache rows of all layers that are written after the scan."""
-    blocks = [COSTS[i.kind]().temp_bytes(i.fields, graph.dims, load) for i in graph.blocks().values()]
+    insts = graph.blocks().values()
+    blocks = [cost(i.kind, variants[i.name]).temp_bytes(i.fields, graph.dims, load) for i in insts]
     peak = max(*blocks, embed_cost.temp_bytes(graph.dims, load), head_cost.temp_bytes(graph.dims, load))
     residual = model.residual_copies * load.tokens * graph.dims.hidden_size * itemsize(load.dtypes.activation)
-    return int(model.base_bytes + model.scale * (peak + residual + new_rows_bytes(graph, load)))
+    return int(model.base_bytes + model.scale * (peak + residual + new_rows_bytes(graph, load, variants)))
 
 
-def new_rows_bytes(graph: Graph, load: Load) -> int:
-    """Cache rows of this step's tokens over all layers, in one array."""
+def new_rows_bytes(graph: Graph, load: Load, variants: Mapping[str, Variant]) -> int:
+    """Cache rows of this step's tokens over all layers, in one array; variants that update pages leave none."""
     total = 0
     for inst in graph.blocks().values():
         for state in block_state(graph, inst):
-            if isinstance(state, PagedState):
+            if isinstance(state, PagedState) and not variants[inst.name].updates_pages:
                 row = prod(_entry(inst, state, load.degrees, load.lanes)) * itemsize(load.dtypes.kv)
                 total += len(graph.layers_of(inst.name)) * load.tokens * row
     return total
@@ -217,6 +243,7 @@ def memory_plan(
     steps: Steps,
     loads: dict[str, Load],
     weights: dict[str, int],
+    variants: Mapping[str, Variant],
     model: TempModel,
 ) -> MemoryPlan:
     """Bytes per device. weights: component_bytes of vocabulary_arrays and layer_arrays, the same for all batches."""
@@ -227,7 +254,7 @@ def memory_plan(
     return MemoryPlan(
         components=components,
         arguments_bytes=sum(components.values()),
-        temp_bytes={name: temp_bytes(graph, load, model) for name, load in loads.items()},
+        temp_bytes={name: temp_bytes(graph, load, variants, model) for name, load in loads.items()},
         reserve_bytes=target.reserve_bytes,
         usable_bytes=target.usable_bytes,
     )

@@ -56,7 +56,11 @@ class MeshPlan(Frozen):
 
 
 class DtypePlan(Frozen):
-    """numpy/ml_dtypes names. weight: linear, router, embed and head matrices and gains."""
+    """numpy/ml_dtypes names. weight: linear, router, embed and head matrices and gains.
+
+    gather: hidden states on their way to experts of other ranks; expert_rows: token rows in products with float8
+    experts; "activation" = as they are.
+    """
 
     activation: str
     weight: str
@@ -64,6 +68,8 @@ class DtypePlan(Frozen):
     kv: str
     state: str
     conv: str
+    gather: str = "activation"
+    expert_rows: str = "activation"
 
 
 class BucketPlan(Frozen):
@@ -106,6 +112,21 @@ class MemoryPlan(Frozen):
     usable_bytes: int
 
 
+class CachePool(Frozen):
+    """One pool of the state on one device: pages of tokens or slots of sequences, all layers of its block.
+
+    entries: pages or slots, the sink among them. bytes: of one entry's values; padded_bytes: what it takes in device
+    memory, tiles filled up. per_sequence: entries of a sequence of full length.
+    """
+
+    key: str
+    kind: Literal["pages", "slots"]
+    entries: int
+    bytes: int
+    padded_bytes: float
+    per_sequence: int
+
+
 class Estimate(Frozen):
     """A predicted number: never a measurement.
 
@@ -133,6 +154,22 @@ class StepTerm(Frozen):
     layers: int
     us: float
     binding: str
+
+
+class VariantChoice(Frozen):
+    """One implementation of a block, or of a part that a block calls, and what became of it.
+
+    scope: block instance name or `<block>.<part>`. us: predicted time of one layer by bucket, collectives included.
+    vmem_bytes: on-chip memory its largest kernel takes; 0 = plain XLA. tiles_from: where its tiles are from.
+    """
+
+    scope: str
+    variant: str
+    verdict: Literal["CHOSEN", "SLOWER", "REFUSED", "PINNED"]
+    why: str
+    us: dict[str, float] = {}
+    vmem_bytes: int = 0
+    tiles_from: str = ""
 
 
 class Traffic(Frozen):
@@ -178,6 +215,7 @@ class Plan(Frozen):
     shared_expert: Placement
     mlp: Placement
     variants: dict[str, str]  # block instance name, <block>.router, "collectives", "sampling", ... -> variant
+    variant_choices: tuple[VariantChoice, ...] = ()
     tuning: dict[str, int]  # e.g. moe.block_rows.<bucket>, gdn.chunk
     page_size: int
     pages_per_rank: int
@@ -186,6 +224,7 @@ class Plan(Frozen):
     buckets: tuple[BucketPlan, ...]
     collectives: tuple[CollectivePlan, ...]
     memory: MemoryPlan
+    cache: tuple[CachePool, ...] = ()
     estimates: dict[str, Estimate]
     candidates: tuple[Candidate, ...]
     compile_options: dict[str, str | bool]

@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.blocks.core.work import Load
-from moec.blocks.registry import COSTS
 from moec.targets.target import Target, origins
 
 from ..graph.weights import block_state
 from ..spec.schema import Request
-from .cost import OpCost, floor_seconds
+from .cost import Message, OpCost, floor_seconds
 from .evaluate import GIB, Priced, Question
-from .memory import available_bytes, streamed_bytes
-from .plan import Candidate, CollectivePlan, DtypePlan, Estimate, Plan, StepTerm, Traffic
+from .memory import available_bytes, cache_pools, streamed_bytes
+from .plan import Candidate, CollectivePlan, DtypePlan, Estimate, Plan, StepTerm, Traffic, VariantChoice
 from .steps import DECODE, MIXED
-from .variants import pick_variants
+from .tuned import tiles
+from .variants import Chosen, places, way_back
 
 if TYPE_CHECKING:
     from .choose import Judged
@@ -29,7 +29,7 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
     """The decision record."""
     option, steps, dtypes = chosen.option, chosen.steps, question.dtypes
     loads = question.loads(option, steps)
-    workload = question.workload
+    workload, variants = question.workload, question.variants(option)
     return Plan(
         model=request.model.name,
         model_source=request.model_source,
@@ -45,15 +45,17 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
         head=option.head,
         shared_expert=option.shared_expert,
         mlp=option.mlp,
-        variants=pick_variants(question.graph, question.target),
-        tuning=_tuning(question, loads),
+        variants=variants.names(),
+        variant_choices=_with_origins(question, variants, loads),
+        tuning=_tuning(question, variants, loads),
         page_size=steps.page_size,
         pages_per_rank=steps.num_pages,
         slots_per_rank=steps.num_slots,
         max_context=workload.max_context,
         buckets=steps.buckets(),
-        collectives=tuple(_collective(chosen, name, op) for name, op in _calls(chosen)),
+        collectives=tuple(_collective(chosen, *call) for call in _calls(chosen)),
         memory=chosen.memory,
+        cache=cache_pools(question.graph, option.degrees, dtypes, steps, question.target.tiling),
         estimates=_estimates(question, chosen, loads[DECODE]),
         candidates=tuple(_candidate(one) for one in judged),
         compile_options=question.target.compile_options,
@@ -68,22 +70,36 @@ def significant(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _tuning(question: Question, loads: dict[str, Load]) -> dict[str, int]:
-    """What each block tunes, under the instance's name."""
+def _tuning(question: Question, variants: Chosen, loads: dict[str, Load]) -> dict[str, int]:
+    """What each place tunes; parts of a block under the block's name."""
     found = {}
-    for inst in question.graph.blocks().values():
-        tuned = COSTS[inst.kind]().tuning(inst.fields, loads)
-        found.update({f"{inst.name}.{key}": value for key, value in tuned.items()})
+    for place in (*places(question.graph), way_back(question.graph)):
+        tuned = tiles(question.target, place, variants.variants[place.name], question.graph.dims, loads)
+        found.update({f"{place.owner}.{key}": value for key, value in tuned.values.items()})
     return found
 
 
-def _calls(chosen: Priced) -> list[tuple[str, OpCost]]:
-    return [(name, op) for name, cost in chosen.costs.items() for op in cost.collectives()]
+def _with_origins(question: Question, variants: Chosen, loads: dict[str, Load]) -> tuple[VariantChoice, ...]:
+    """Every variant's verdict, with where the tiles of the chosen kernels are from."""
+    origin = {
+        place.name: tiles(question.target, place, variants.variants[place.name], question.graph.dims, loads).origin
+        for place in (way_back(question.graph), *places(question.graph))
+        if variants.variants[place.name].kernel
+    }
+    return tuple(
+        one.model_copy(update={"tiles_from": origin[one.scope]})
+        if one.verdict == "CHOSEN" and one.scope in origin
+        else one
+        for one in variants.choices
+    )
 
 
-def _collective(chosen: Priced, bucket: str, op: OpCost) -> CollectivePlan:
-    call = op.collective
-    assert call is not None
+def _calls(chosen: Priced) -> list[tuple[str, OpCost, Message]]:
+    return [(name, op, one) for name, cost in chosen.costs.items() for op, one in cost.collectives()]
+
+
+def _collective(chosen: Priced, bucket: str, op: OpCost, message: Message) -> CollectivePlan:
+    call = message.call
     return CollectivePlan(
         bucket=bucket,
         scope=STEP if op.scope in _ONCE else op.scope,
@@ -93,7 +109,7 @@ def _collective(chosen: Priced, bucket: str, op: OpCost) -> CollectivePlan:
         shape=call.shape,
         what=call.what,
         bytes=call.payload_bytes,
-        predicted_us=significant(op.seconds * 1e6),
+        predicted_us=significant(message.seconds * 1e6),
     )
 
 
@@ -210,7 +226,7 @@ def _notes(question: Question, chosen: Priced) -> tuple[str, ...]:
         f"Steady state: every row decodes (mean context {context}), each output token brings "
         f"{workload.isl / workload.osl:g} prompt tokens, prefill is spread evenly over ranks.",
         "Routing is uniform; experts count by the share the step's tokens are expected to touch.",
-        "Collectives do not overlap with anything; devices of one chip take data in once.",
+        "Collectives overlap with nothing, but where sums return in chunks; devices of one chip take data in once.",
         "Rows are greedy; each row that draws reads its logits up to 96 times more, which is not counted.",
         f"Fixed cost per layer: {overhead.value:g} us ({overhead.kind}: {overhead.source}).",
         f"HBM per device: {target.hbm_gib.value:g} GiB ({target.hbm_gib.kind}), minus "

@@ -62,6 +62,8 @@ def sections(plan: Plan) -> tuple[Section, ...]:
         _predictions(plan),
         _memory(plan),
         _steps(plan),
+        *_cache(plan),
+        *_kernels(plan),
         _collectives(plan),
         _shardings(plan),
         _placements(plan),
@@ -102,6 +104,61 @@ def _decisions(plan: Plan) -> Section:
         ("compile options", ", ".join(f"{k}={v}" for k, v in plan.compile_options.items()) or "none"),
     ]
     return Section("Decisions", (Column("what"), Column("chosen")), tuple(rows), note=f"Why: {_chosen(plan).why}.")
+
+
+def _kernels(plan: Plan) -> tuple[Section, ...]:
+    """What was chosen among, where a place has more than one variant; refusals with their reasons."""
+    numbers = Counter(one.scope for one in plan.variant_choices)
+    found = [one for one in plan.variant_choices if numbers[one.scope] > 1]
+    if not found:
+        return ()
+    buckets = [bucket.name for bucket in plan.buckets]
+    rows = tuple(
+        (
+            one.scope,
+            one.variant,
+            one.verdict,
+            *(f"{one.us[bucket]:,.1f} us" if bucket in one.us else "" for bucket in buckets),
+            f"{one.vmem_bytes / MIB:.1f} MiB" if one.vmem_bytes else "",
+            f"{one.why}; tiles {one.tiles_from}" if one.tiles_from else one.why,
+        )
+        for one in found
+    )
+    times = tuple(Column(f"{bucket}, one layer", "right") for bucket in buckets)
+    columns = (Column("block"), Column("variant"), Column("verdict"), *times, Column("VMEM", "right"), Column("why"))
+    return (Section("Variants, times predicted", columns, rows),)
+
+
+def _cache(plan: Plan) -> tuple[Section, ...]:
+    """Pages and slots in one budget: per entry, per sequence of full length, in all."""
+    if not plan.cache:
+        return ()
+    rows, each, whole = [], 0.0, 0.0
+    for pool in plan.cache:
+        sequence, total = pool.per_sequence * pool.padded_bytes, pool.entries * pool.padded_bytes
+        each, whole = each + sequence, whole + total
+        padding = pool.padded_bytes / pool.bytes - 1
+        rows.append(
+            (
+                pool.key,
+                f"{pool.entries} {pool.kind}",
+                _size(pool.bytes),
+                f"{padding:.1%}",
+                _size(sequence),
+                _size(total),
+            )
+        )
+    rows.append(("in all", "", "", "", _size(each), _size(whole)))
+    columns = _right("pool", "entries", "one entry", "tile padding", "a full sequence", "per device")
+    note = f"Pages and slots are one budget; one slot takes as much as the pages of {_slot_tokens(plan):,.0f} tokens."
+    return (Section("Cache", columns, tuple(rows), frozenset({len(rows) - 1}), note if _slot_tokens(plan) else ""),)
+
+
+def _slot_tokens(plan: Plan) -> float:
+    """Tokens whose pages take what one sequence's slots do; 0 without pages."""
+    pages = sum(pool.padded_bytes for pool in plan.cache if pool.kind == "pages") / plan.page_size
+    slots = sum(pool.padded_bytes for pool in plan.cache if pool.kind == "slots" and pool.key != "sampled")
+    return slots / pages if pages else 0.0
 
 
 def _predictions(plan: Plan) -> Section:

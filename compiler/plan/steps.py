@@ -6,6 +6,7 @@ from moec.blocks.core.work import Dtypes, Load
 from moec.targets.target import Target
 
 from ..spec.schema import PlanPins, Workload
+from .chip import chip_limits
 from .plan import BucketPlan
 from .space import Option
 
@@ -95,6 +96,7 @@ def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes,
         row_tile=target.row_tile(dtypes.activation),
         row_full=int(target.rows.full.value),
         lanes=target.tiling.lanes,
+        chip=chip_limits(target),
     )
     room = steps.mixed_tokens - steps.seqs
     mixed = Load(**{**vars(decode), "tokens": steps.mixed_tokens, "prefill_tokens": room})

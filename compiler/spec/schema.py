@@ -141,12 +141,14 @@ class DtypePins(Frozen):
     kv: FloatOrFp8 | None = None
     state: Float | None = None
     conv: Float | None = None
+    gather: Literal["activation", "float8_e4m3fn"] | None = None
+    expert_rows: Literal["activation", "float8_e4m3fn"] | None = None
 
 
 class PlanPins(Frozen):
     """Root `plan`: decisions the user fixes; null = the planner chooses.
 
-    max_batched_tokens, max_seqs: per attention-DP rank.
+    max_batched_tokens, max_seqs: per attention-DP rank. variants: block, or part ("router") -> its variant.
     """
 
     attention: AttentionPins = AttentionPins()
@@ -159,6 +161,7 @@ class PlanPins(Frozen):
     page_size: Positive | None = None
     max_batched_tokens: Positive | None = None
     max_seqs: Positive | None = None
+    variants: dict[str, str] = {}
 
 
 class TensorRule(Frozen):

@@ -71,9 +71,9 @@ def children(annotation: Any, value: Any) -> dict[Key, Any] | None:
 
 
 def is_open(annotation: Any, value: Any, adding: bool) -> bool:
-    """Whether new keys may be put here: into free-form fields always, into a table of names when adding."""
+    """Whether new keys may be put here: into free-form fields and tables of words always, of more when adding."""
     kind = unwrap(annotation, value)
-    free_form = get_origin(kind) is dict and get_args(kind)[1] is Any
+    free_form = get_origin(kind) is dict and get_args(kind)[1] in (Any, str)
     return free_form or (adding and (get_origin(kind) is dict or kind is Any))
 
 

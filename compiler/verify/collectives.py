@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .hlo import COLLECTIVES, ArrayType, Instruction, Module, ints, trip_count
+from .hlo import COLLECTIVES, ArrayType, Instruction, Module, arrays_of, ints, trip_count
 from .report import Frozen
 
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -97,6 +97,9 @@ class _Context:
 
 def _walk(module: Module, name: str, mesh_axes: Mapping[str, int], context: _Context) -> Iterator[Collective]:
     for inst in module.computations[name]:
+        if "collective" in inst.kernel:
+            yield _kernel(inst, mesh_axes, context)
+            continue
         if inst.base in COLLECTIVES:
             if not inst.opcode.endswith("-done"):
                 yield from _arrays(inst, module, mesh_axes, context)
@@ -128,6 +131,26 @@ def _arrays(inst: Instruction, module: Module, mesh_axes: Mapping[str, int], con
             thread=context.thread,
             combined=len(found) > 1,
         )
+
+
+def _kernel(inst: Instruction, mesh_axes: Mapping[str, int], context: _Context) -> Collective:
+    """A collective written as a kernel: it names what it does and over which axes, its operand is the full array."""
+    axes = tuple(name for name in mesh_axes if name in inst.kernel["axes"].split(","))
+    _, _, operands = inst.attrs.partition("operand_layout_constraints={")
+    dtype, shape = arrays_of(operands.partition("custom_call_has")[0])[0]
+    return Collective(
+        op=inst.kernel["collective"],
+        dtype=dtype,
+        shape=shape,
+        axes=axes,
+        group_size=math.prod(mesh_axes[name] for name in axes),
+        op_name=context.op_name(inst),
+        name=inst.name,
+        loops=context.loops,
+        is_async=False,
+        thread=context.thread,
+        combined=False,
+    )
 
 
 def _results(inst: Instruction) -> list[ArrayType]:

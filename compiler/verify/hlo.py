@@ -6,7 +6,7 @@ fails for programs whose collectives are offloaded to the SparseCore, the defaul
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,9 +34,12 @@ ArrayType = tuple[str, tuple[int, ...]]  # numpy/ml_dtypes name, shape
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
 _RESULT = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_END = re.compile(r"^\}(?:, execution_thread=\"\w+\")?$")  # of a computation
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+(?:fn|fnuz|b11fnuz)?)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_SETS = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_KERNEL = re.compile(r"kernel_metadata=\{([^}]*)\}")
+_FACT = re.compile(r'"(\w+)":"((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \(\d+, \{[\d, ]*\}, (?:may|must)-alias\)")
@@ -75,6 +78,17 @@ class Instruction:
         match = _OP_NAME.search(self.attrs)
         return match.group(1) if match else ""
 
+    @cached_property
+    def kernel(self) -> Mapping[str, str]:
+        """What a kernel says of itself (its metadata), {} for other instructions and for kernels that say nothing."""
+        match = _KERNEL.search(self.attrs)
+        return dict(_FACT.findall(match.group(1))) if match else {}
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective: the compiler's, or a kernel that says so."""
+        return self.base in COLLECTIVES or "collective" in self.kernel
+
     @property
     def results(self) -> list[ArrayType]:
         """The arrays in its type; of an -start, those it will give."""
@@ -104,7 +118,7 @@ class Module:
         if name not in self._busy:
             self._busy[name] = False
             self._busy[name] = any(
-                i.base in COLLECTIVES or any(self.communicates(c) for c in i.called if c in self.computations)
+                i.communicates or any(self.communicates(c) for c in i.called if c in self.computations)
                 for i in self.computations[name]
             )
         return self._busy[name]
@@ -116,8 +130,8 @@ def parse(text: str) -> Module:
     assert header.startswith("HloModule "), f"not an HLO module: {header[:80]!r}"
     computations: dict[str, tuple[Instruction, ...]] = {}
     entry, current, body = "", "", list[Instruction]()
-    for line in text.splitlines()[1:]:
-        if line.startswith("}") and current:
+    for line in _joined(text.splitlines()[1:]):
+        if _END.match(line) and current:
             computations[current], current, body = tuple(body), "", list[Instruction]()
         elif current:
             body += _instruction(line)
@@ -132,6 +146,22 @@ def parse(text: str) -> Module:
         aliased_outputs=_aliased(header),
         num_devices=_devices(header),
     )
+
+
+def _joined(lines: Iterable[str]) -> Iterator[str]:
+    """Lines with what continues an instruction put behind it: the metadata of kernels spans several."""
+    open_line: str | None = None
+    for line in lines:
+        if open_line is not None and not (_RESULT.match(line) or _END.match(line)):
+            open_line += f" {line}"
+            continue
+        if open_line is not None:
+            yield open_line
+        open_line = line if _RESULT.match(line) else None
+        if open_line is None:
+            yield line
+    if open_line is not None:
+        yield open_line
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:

@@ -23,9 +23,9 @@ from jax import lax
 from pydantic import BaseModel
 
 from moec.blocks.core.batch import Batch, Sampling, index_rows
-from moec.blocks.core.declare import BlockFields, ModelDims, NormFields
+from moec.blocks.core.declare import BlockFields, ModelDims, NormFields, Variant
 from moec.blocks.core.emission import Emission, Site
-from moec.blocks.registry import BLOCKS, EMITTERS, REFERENCES
+from moec.blocks.registry import BLOCKS, EMITTERS, PARTS, REFERENCES, cost
 from moec.compiler.emit.render import render
 
 FULL = Path(__file__).parents[1] / "unit" / "full_fields"
@@ -44,7 +44,7 @@ class Tuning:
 
     def __getitem__(self, name: str) -> Any:
         self.names.add(name)
-        return {"decode": 7} if name == "block_rows" else 7
+        return 7
 
 
 def _required(model: type[BaseModel], full: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def emitted(kind: str, fields: BlockFields) -> tuple[Emission, set[str]]:
     variant, tuning = BLOCKS[kind]().VARIANTS[0], Tuning(set())
     site = Site(
         name="own",
-        module=variant.module,
+        variant=variant,
         collectives="moec.blocks.collectives.xla",
         dims=DIMS,
         dp=1,
@@ -103,7 +103,7 @@ def emitted(kind: str, fields: BlockFields) -> tuple[Emission, set[str]]:
         scaled=False,
         tuning=tuning,  # type: ignore[arg-type]
         layers=(0,),
-        parts={part: f"moec.blocks.{part}.xla" for part in variant.parts},
+        parts={part: PARTS[part]().VARIANTS[0] for part in variant.parts},
     )
     return EMITTERS[kind]().emit(fields, site), tuning.names
 
@@ -236,3 +236,37 @@ def test_declarations_turn_options_on() -> None:
     """The check above means little if few options can stand alone."""
     alone = {kind: len(declarations(kind)) - 2 for kind in BLOCKS}
     assert min(alone.values()) >= 1 and sum(alone.values()) > 40, alone
+
+
+def kernels() -> list[tuple[str, Variant]]:
+    """Every kernel variant of a block or a part."""
+    found = [(kind, variant) for kind, block in BLOCKS.items() for variant in block().VARIANTS if variant.kernel]
+    return found + [(part, variant) for part, one in PARTS.items() for variant in one().VARIANTS if variant.kernel]
+
+
+def main_function(kind: str) -> str:
+    """The function that has variants."""
+    return {"moe": "experts", "router": "route"}.get(kind, kind)
+
+
+@pytest.mark.parametrize(("kind", "variant"), kernels(), ids=lambda one: getattr(one, "name", one))
+def test_kernels_take_what_their_references_take(kind: str, variant: Variant) -> None:
+    """All but the reference's tiles, in the same order with the same defaults; then the chip and tiles of their own."""
+    plain = (BLOCKS.get(kind) or PARTS[kind])().VARIANTS[0]
+    name = main_function(kind)
+    reference = inspect.signature(getattr(importlib.import_module(plain.module), name)).parameters
+    kernel = inspect.signature(getattr(importlib.import_module(variant.module), variant.function(name))).parameters
+    tiles, own = {tile for tile, _ in plain.tiles}, {tile for tile, _ in variant.tiles}
+    expected = [str(one) for one in reference.values() if one.name not in tiles - own]
+    extra = [one for one in kernel.values() if one.name in {"chip", *own} and one.name not in reference]
+    assert [str(one) for one in kernel.values() if one not in extra] == expected
+    assert {one.name for one in extra} | (own & tiles) == {"chip", *own}
+    assert all(one.kind == one.KEYWORD_ONLY for one in extra)
+
+
+@pytest.mark.parametrize(("kind", "variant"), kernels(), ids=lambda one: getattr(one, "name", one))
+def test_kernels_say_what_they_refuse_and_take(kind: str, variant: Variant) -> None:
+    module = cost(kind, variant)
+    assert all(callable(getattr(module, name)) for name in ("work", "refuse", "vmem_bytes"))
+    # What a kernel is judged by is known without jax.
+    assert "jax" not in module.__dict__

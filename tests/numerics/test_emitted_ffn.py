@@ -3,10 +3,13 @@
 What emit.py and call.j2 write goes from h_TD to y_TD; here it stands in a function of its own under
 shard_map, with weights cut by the blocks' own axes. Float32 tolerance: as in test_moe.py; what
 travels between devices is float32 too.
+
+What the lines of kernel variants call runs in Pallas' TPU interpreter.
 """
 
 import importlib
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from moec.blocks.collectives import variants as collectives
+from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.declare import BlockFields, ModelDims, NormFields, Weight
 from moec.blocks.core.emission import Site
 from moec.blocks.core.quant import dequantize_on_host, quantize_on_host
-from moec.blocks.registry import BLOCKS, EMITTERS, REFERENCES
+from moec.blocks.registry import BLOCKS, EMITTERS, PARTS, REFERENCES
 from moec.compiler.emit.render import render
 
 F32_TOLERANCE = 1e-4
@@ -57,15 +63,23 @@ LAYOUTS = {
         {"data": 2, "inner": 2, "tensor": 2}, ("data",), ("inner", "tensor"), ("data", "inner"), placed=True
     ),
 }
+KERNEL_LAYOUTS = {"dp4_tp2_ep8": Layout({"data": 4, "tensor": 2}, ("data",), ("tensor",), ("data", "tensor"))}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A block's fields, and the layouts whose lines differ from those of other cases."""
+    """A block's fields, and the layouts whose lines differ from those of other cases.
+
+    site: what the plan decided otherwise than for plain XLA; constants: of the program, which its kernels take.
+    """
 
     kind: str
     layouts: tuple[str, ...]
     fields: dict[str, Any] = field(default_factory=dict)
+    dims: ModelDims = DIMS
+    tokens: int = TOKENS
+    site: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
 
 
 CLAMP = {"limit": 0.8, "alpha": 1.702, "up_offset": 1.0}
@@ -160,10 +174,42 @@ CASES = {
 }
 
 
+# Sizes that fill memory tiles, so that no kernel refuses them.
+ALIGNED: dict[str, Any] = {"dims": replace(DIMS, hidden_size=128), "tokens": 128}
+CHIP = ChipLimits(vmem_bytes=64 << 20, lanes=128, sublanes=8, mxu_dtypes=("bfloat16",), cores_per_chip=2)
+RETURNS = {"returns": collectives.VARIANTS[1]}
+
+
+def returning(shards_per_chip: int, micro_batches: int) -> dict[str, Any]:
+    tiles = {"COLLECTIVES_SHARDS_PER_CHIP": shards_per_chip, "COLLECTIVES_MICRO_BATCHES": {"mixed": micro_batches}}
+    return {"CHIP": CHIP, **tiles}
+
+
+def grouped(chunks: int) -> dict[str, Any]:
+    """Another bucket returns in chunks, so that the lines are the same for one."""
+    tiles = {"block_rows": 8, "combine_tokens": 8, "stream_rows": 8 if chunks == 1 else 0, "return_chunks": chunks}
+    tuning: dict[str, Any] = {name: {"mixed": value} for name, value in tiles.items()} | {"inner_tile": 128}
+    tuning["return_chunks"]["other"] = 2
+    return {"variant": BLOCKS["moe"]().VARIANTS[1], "tuning": tuning}
+
+
+EXPERTS = {"router": {"num_experts": 16, "top_k": 3}, "experts": {"intermediate_size": 128}}
+SHARED = {"shared": {"intermediate_size": 128, "gate": "sigmoid"}}
+KERNEL_CASES = {
+    "mlp_returns": Case(
+        "mlp", ("dp8_cut",), {"intermediate_size": 48}, **ALIGNED, site=RETURNS, constants=returning(2, 2)
+    ),
+    "moe_returns": Case("moe", ("dp4_tp2_etp2",), EXPERTS | SHARED, **ALIGNED, site=RETURNS, constants=returning(1, 2)),
+    "moe_chunks": Case("moe", ("dp8",), EXPERTS | SHARED, **ALIGNED, site=grouped(2), constants={"CHIP": CHIP}),
+    "moe_one_chunk": Case("moe", ("dp8",), EXPERTS, **ALIGNED, site=grouped(1), constants={"CHIP": CHIP}),
+    "moe_chunks_tp": Case("moe", ("dp4_tp2_ep8",), EXPERTS, **ALIGNED, site=grouped(2), constants={"CHIP": CHIP}),
+}
+
+
 def declared(case: Case) -> tuple[ModuleType, BlockFields]:
     block = BLOCKS[case.kind]()
     fields = block.Fields(kind=case.kind, **case.fields)
-    assert not block.check(fields, DIMS)
+    assert not block.check(fields, case.dims)
     return block, fields
 
 
@@ -184,11 +230,12 @@ def draw(declared: dict[str, Weight], seed: int) -> dict[str, jax.Array]:
 def program(case: Case, layout: Layout, scaled: bool) -> tuple[str, dict[str, Any]]:
     """Source of a function around the emitted lines, and the names it needs."""
     dp, tp, ep = (layout.degree(axes) for axes in (layout.data, layout.tensor, layout.expert))
+    options: dict[str, Any] = {"tuning": {"block_rows": {"mixed": 4}}, **case.site}
+    options = {"variant": BLOCKS[case.kind]().VARIANTS[0], **options}
     site = Site(
         name="own",
-        module=f"moec.blocks.{case.kind}.xla",
         collectives="moec.blocks.collectives.xla",
-        dims=DIMS,
+        dims=case.dims,
         dp=dp,
         tp=tp,
         ep=ep,
@@ -196,13 +243,13 @@ def program(case: Case, layout: Layout, scaled: bool) -> tuple[str, dict[str, An
         shared_sharded=layout.placed,
         mlp_sharded=layout.placed,
         scaled=scaled,
-        tuning={"block_rows": {"mixed": 4}},
-        parts={"router": "moec.blocks.router.xla"},
+        parts={"router": PARTS["router"]().VARIANTS[0]},
+        **options,
     )
     emission = EMITTERS[case.kind]().emit(declared(case)[1], site)
     assert emission.reads_residual == (case.fields.get("router", {}).get("input") == "residual")
     names: dict[str, Any] = {"jnp": jnp, "lax": lax, "DATA": layout.data, "TENSOR": layout.tensor}
-    names["EXPERT"] = layout.expert
+    names |= {"EXPERT": layout.expert, **case.constants}
     for module, name in emission.imports:
         names[name] = getattr(importlib.import_module(module), name)
     lines = [f"{constant.name} = {constant.text}" for constant in emission.constants]
@@ -229,7 +276,7 @@ def emitted(case: Case, layout: Layout, h: jax.Array, x: jax.Array, weights: dic
         "mlp": tuple(layout.sizes) if layout.placed else (),
     }
     specs, values = {}, {}
-    for name, weight in block.weights(fields, DIMS).items():
+    for name, weight in block.weights(fields, case.dims).items():
         axes = [roles[block.AXES[axis]] or None if axis else None for axis in weight.axes]
         specs[name] = P(None, *axes) if weight.stacked else P(*axes)
         values[name] = second_layer(weights[name]) if weight.stacked else weights[name]
@@ -246,17 +293,18 @@ def emitted(case: Case, layout: Layout, h: jax.Array, x: jax.Array, weights: dic
     tokens = P(layout.data or None)
     in_specs = (tokens, tokens, specs, tokens)
     call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    with jax.default_matmul_precision("highest"):
+    kernels = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()) if case.constants else nullcontext()
+    with jax.default_matmul_precision("highest"), kernels:
         return jax.jit(call)(h, x, values, valid)
 
 
 def agree(case: Case, layout: str, weights: dict[str, jax.Array], meant: dict[str, jax.Array]) -> None:
     """The emitted lines with `weights` give what the block means with `meant`, padding tokens aside."""
     rng = np.random.default_rng(2)
-    x, h = (jnp.asarray(rng.standard_normal((TOKENS, DIMS.hidden_size)), jnp.float32) for _ in range(2))
-    valid = jnp.asarray(rng.uniform(size=TOKENS) < 0.8)
-    found = emitted(case, LAYOUTS[layout], h, x, weights, valid)
-    want = REFERENCES[case.kind]().apply(declared(case)[1], DIMS, h, meant, None, None, x, 0)
+    x, h = (jnp.asarray(rng.standard_normal((case.tokens, case.dims.hidden_size)), jnp.float32) for _ in range(2))
+    valid = jnp.asarray(rng.uniform(size=case.tokens) < 0.8)
+    found = emitted(case, (LAYOUTS | KERNEL_LAYOUTS)[layout], h, x, weights, valid)
+    want = REFERENCES[case.kind]().apply(declared(case)[1], case.dims, h, meant, None, None, x, 0)
     found, want, valid = (np.asarray(array) for array in (found, want, valid))
     np.testing.assert_allclose(found[valid], want[valid], atol=F32_TOLERANCE, rtol=0)
     assert np.abs(want).max() > 0.5
@@ -270,6 +318,16 @@ def test_emitted_lines_compute_what_the_block_means(name: str, layout: str) -> N
     block, fields = declared(CASES[name])
     weights = draw(block.weights(fields, DIMS), seed=1)
     agree(CASES[name], layout, weights, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_emitted_lines_of_kernels_compute_it_too(name: str) -> None:
+    case = KERNEL_CASES[name]
+    block, fields = declared(case)
+    weights = draw(block.weights(fields, case.dims), seed=1)
+    for layout in case.layouts:
+        agree(case, layout, weights, weights)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def test_zero_centred_output_gain_is_an_offset_from_one(gated_delta, batch_of) -
 
 def site_of(dims: ModelDims, tp: int = 1) -> Site:
     return Site(
-        name="gdn", module="m", collectives="c", dims=dims, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
+        name="gdn", variant=replace(block.VARIANTS[0], module="m"),
+        collectives="c", dims=dims, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
         mlp_sharded=False, scaled=False, tuning={"chunk": 64},
     )  # fmt: skip
 

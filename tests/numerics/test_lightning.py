@@ -1,5 +1,6 @@
 """Lightning attention's own options; what it shares with other recurrent mixers is in test_recurrent_mixers.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ def test_interpreter_and_call_follow_the_fields(zero_centered: bool, activation:
 
 def site_of(dims: ModelDims, layers: tuple[int, ...], tp: int = 1) -> Site:
     return Site(
-        name="lin", module="m", collectives="c", dims=dims, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
+        name="lin", variant=replace(block.VARIANTS[0], module="m"),
+        collectives="c", dims=dims, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
         mlp_sharded=False, scaled=False, tuning={"chunk": 64}, layers=layers,
     )  # fmt: skip
 

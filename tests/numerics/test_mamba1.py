@@ -4,6 +4,7 @@ Tolerance: float32, at most 130 steps (see there).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -79,7 +80,8 @@ def test_norms_are_a_choice(mamba1: Callable[..., Any], batch: Batch) -> None:
 
 def site(tp: int, zero_centered: bool = False) -> Site:
     return Site(
-        name="ssm", module="m", collectives="c", dims=ModelDims(HIDDEN, 8, NormFields(zero_centered=zero_centered)),
+        name="ssm", variant=replace(block.VARIANTS[0], module="m"),
+        collectives="c", dims=ModelDims(HIDDEN, 8, NormFields(zero_centered=zero_centered)),
         dp=1, tp=tp, ep=1, etp=1, shared_sharded=False, mlp_sharded=False, scaled=False, tuning={"chunk": 32},
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ Tolerance: float32, at most 130 steps (see there).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -101,7 +102,8 @@ def test_zero_centred_output_gain_is_an_offset_from_one(mamba2: Callable[..., An
 
 def site(tp: int, norm: NormFields | None = None) -> Site:
     return Site(
-        name="ssm", module="m", collectives="c", dims=ModelDims(HIDDEN, 8, norm or NormFields()), dp=1, tp=tp, ep=1,
+        name="ssm", variant=replace(block.VARIANTS[0], module="m"),
+        collectives="c", dims=ModelDims(HIDDEN, 8, norm or NormFields()), dp=1, tp=tp, ep=1,
         etp=1, shared_sharded=False, mlp_sharded=False, scaled=False, tuning={"chunk": 64},
     )  # fmt: skip
 

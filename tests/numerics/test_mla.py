@@ -37,6 +37,8 @@ MIXES = {
     "one_long": (0, [(0, 130)]),
 }
 
+DIMS = ModelDims(64, 8, NormFields())
+
 
 def geometry(shape: MlaShape) -> dict[str, Any]:
     return {
@@ -339,7 +341,7 @@ def test_rows_are_whole_tiles_of_the_target(lanes: int, row: int) -> None:
     fields = _fields(FULL_SHAPES["128h_512"])
     (pool,) = block.state(fields, ModelDims(7168, 8, NormFields()))
     assert pool.shape == (576,) and pool.row(lanes) == (row,)
-    assert cost.tuning(fields, {"decode": _load(lanes=lanes)})["row"] == row
+    assert cost.tuning(fields, DIMS, {"decode": _load(lanes=lanes)})["row"] == row
 
 
 def _load(**more: Any) -> Load:
@@ -364,7 +366,7 @@ def test_decode_reads_each_cached_row_once_for_all_heads() -> None:
 @pytest.mark.parametrize(("page_size", "kv_block"), [(16, 256), (48, 240), (128, 256), (256, 512), (512, 1024)])
 def test_tuned_tiles_are_whole_pages(page_size: int, kv_block: int) -> None:
     loads = {"decode": _load(page_size=page_size), "mixed": _load(page_size=page_size)}
-    assert cost.tuning(_fields(TEST_SHAPES["gated"]), loads) == {"row": 24, "q_block": 512, "kv_block": kv_block}
+    assert cost.tuning(_fields(TEST_SHAPES["gated"]), DIMS, loads) == {"row": 24, "q_block": 512, "kv_block": kv_block}
 
 
 # bfloat16 rounds latents, queries (twice in the absorbed form), expanded keys and values, probabilities and outputs to

@@ -13,7 +13,7 @@ reach 60; they are held to 1e-5 of the largest, of which 3e-6 is measured.
 import ast
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from moec.blocks.gated_delta.shapes import TEST_SHAPES as GATED_DELTA
 from moec.blocks.lightning.shapes import TEST_SHAPES as LIGHTNING
 from moec.blocks.mamba1.shapes import TEST_SHAPES as MAMBA1
 from moec.blocks.mamba2.shapes import TEST_SHAPES as MAMBA2
+from moec.blocks.registry import BLOCKS
 from moec.blocks.short_conv.shapes import TEST_SHAPES as SHORT_CONV
 from moec.compiler.emit.render import render
 from moec.compiler.verify.random_checkpoint import random_weight
@@ -88,7 +89,8 @@ class Case:
 def call_options(kind: str, fields: Any, dims: ModelDims, layers: tuple[int, ...], tp: int) -> dict[str, Any]:
     """The keywords of the emitted call by value, but those of the step."""
     site = Site(
-        name="mix", module="m", collectives="c", dims=dims, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
+        name="mix", variant=replace(BLOCKS[kind]().VARIANTS[0], module="m"),
+        collectives="c", dims=dims, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
         mlp_sharded=False, scaled=False, tuning={"chunk": CHUNK}, layers=layers,
     )  # fmt: skip
     emitted = importlib.import_module(f"moec.blocks.{kind}.emit").emit(fields, site)

@@ -1,5 +1,6 @@
 """The short convolution's own options; what it shares with other recurrent mixers is in test_recurrent_mixers.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def test_by_hand(short_conv: Any, make_batch) -> None:
 
 def site(tp: int) -> Site:
     return Site(
-        name="conv", module="m", collectives="c", dims=DIMS, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
+        name="conv", variant=replace(block.VARIANTS[0], module="m"),
+        collectives="c", dims=DIMS, dp=1, tp=tp, ep=1, etp=1, shared_sharded=False,
         mlp_sharded=False, scaled=False, tuning={},
     )  # fmt: skip
 

@@ -78,13 +78,13 @@ def test_every_constant_has_a_reason(flagship_files):
 
 
 def test_flagship_places_collectives_explicitly(flagship_files):
-    """DP attention + EP experts: one packed routing gather, one hidden gather, one reduce-scatter per MoE."""
+    """DP attention + EP experts: one packed routing gather, one hidden gather per MoE; experts return their sums."""
     plan, files = flagship_files
     assert (plan.mesh.dp, plan.mesh.ep) == (8, 8)
     text = files["model.py"]
     calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
-    counted = {name: calls.count(name) for name in ("gather_tokens", "gather_routing", "reduce_scatter_tokens")}
-    assert counted == {"gather_tokens": 1, "gather_routing": 1, "reduce_scatter_tokens": 1}
+    names = ("gather_tokens", "gather_routing_packed", "experts_to_ranks_grouped", "reduce_scatter_tokens")
+    assert [calls.count(name) for name in names] == [1, 1, 1, 0]
     assert "all_reduce" not in calls
 
 

@@ -178,3 +178,30 @@ def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
 def test_not_hlo() -> None:
     with pytest.raises(AssertionError, match="not an HLO module"):
         hlo.parse("module @jit_step {")
+
+
+KERNEL = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+ENTRY %main.1 (p: bf16[512,4096]) -> bf16[64,4096] {
+  %p = bf16[512,4096]{1,0} parameter(0), sharding={replicated}
+  %bitcast = bf16[4,2,64,4096]{3,2,1,0} bitcast(%p)
+  %scatter.1 = bf16[64,4096]{1,0} custom-call(%bitcast), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={bf16[4,2,64,4096]{3,2,1,0}}, custom_call_has_side_effect=true, \
+frontend_attributes={kernel_metadata={
+"axes":"data",
+"collective":"reduce-scatter",
+"mesh_axes":"[\\"data\\"]"
+}}, metadata={op_name="jit(f)/moe/pallas_call" stack_frame_id=9}, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %copy.3 = bf16[64,4096]{1,0} copy(%scatter.1)
+}
+"""
+
+
+def test_kernels_span_lines_and_may_be_collectives() -> None:
+    module = hlo.parse(KERNEL.replace("\\\n", ""))
+    call = module.computations["main.1"][2]
+    assert (call.opcode, call.op_name) == ("custom-call", "jit(f)/moe/pallas_call")
+    assert call.kernel["axes"] == "data" and call.backend.startswith('{"known')
+    (found,) = collectives(module, {"data": 8})
+    assert (found.op, found.dtype, found.elements, found.axes) == ("reduce-scatter", "bfloat16", 512 * 4096, ("data",))
+    assert (found.group_size, found.op_name, found.count) == (8, "jit(f)/moe/pallas_call", 1)

@@ -1,15 +1,17 @@
 """Predictions against the published numbers and the formulas they follow from."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Literal
 
 import pytest
 
-from moec.blocks.core.work import Collective, Degrees, Dtypes, Gemm, Load, Stream, touched
-from moec.blocks.registry import COSTS
+from moec.blocks.core.work import Collective, Degrees, Dtypes, Gemm, Load, Round, Stream, touched
+from moec.blocks.registry import BLOCKS, PARTS, cost
 from moec.compiler.graph.ir import Graph
-from moec.compiler.plan.cost import Machine, Span, floor_seconds, span_of
+from moec.compiler.plan.cost import Machine, Span, floor_seconds, price, span_of
 from moec.compiler.plan.memory import component_bytes, layer_arrays, streamed_bytes
+from moec.compiler.plan.plan import MeshPlan
 from moec.compiler.spec.load import load
 from moec.targets.target import Tiling, load_target
 
@@ -92,17 +94,24 @@ def test_full_tensor_parallelism_has_the_lowest_floor_at_few_sequences(
     assert min(floors, key=lambda dp: floors[dp]) == 1
 
 
+def xla_cost(kind: str) -> ModuleType:
+    """What a block or a part costs in plain XLA."""
+    return cost(kind, (BLOCKS.get(kind) or PARTS[kind])().VARIANTS[0])
+
+
 def test_work_streams_the_weights_that_memory_counts(big: Graph) -> None:
     """Two accounts of the same bytes: products in cost.py, declarations in block.py."""
     load_ = decode_load(8, 512, 5120)
     arrays = component_bytes(layer_arrays(big, load_.degrees, load_.dtypes), Tiling(sublanes=1, lanes=1, source="test"))
     layers = {name: len(big.layers_of(name)) for name in big.blocks()}
     for inst in big.blocks().values():
-        terms = COSTS[inst.kind]().work(inst.fields, big.dims, load_)
+        terms = [*xla_cost(inst.kind).work(inst.fields, big.dims, load_)]
+        if inst.kind == "moe":
+            terms += xla_cost("router").work(inst.fields.router, big.dims, load_)
         dense = sum(t.weight_bytes for t in terms if isinstance(t, Gemm) and t.weight_dtype == "bfloat16")
         # Gains, convolutions and decays are no products.
         assert dense * layers[inst.name] == pytest.approx(arrays[inst.name], rel=2e-3)
-    experts = [t for t in COSTS["moe"]().work(big.blocks()["moe"].fields, big.dims, load_) if isinstance(t, Gemm)]
+    experts = [t for t in xla_cost("moe").work(big.blocks()["moe"].fields, big.dims, load_) if isinstance(t, Gemm)]
     moved = sum(t.weight_bytes for t in experts if t.op == "experts") * layers["moe"]
     assert moved == pytest.approx(arrays["moe.experts"] * touched(512, 10 / 512), rel=1e-9)
 
@@ -143,6 +152,34 @@ def test_core_pairs_use_their_own_link() -> None:
     assert seconds == pytest.approx(2e-6 + 128 * 4096 * 2 / 600e9)
 
 
+def test_rounds_of_a_kernel_overlap_within_chips_and_between_them() -> None:
+    """Bytes on the links as the compiler's; what the first batch does within its chip runs beside nothing."""
+    everyone, whole = span_of(AXES_DP8, ("data",), 2), _call("reduce-scatter", 8192)
+    run = 8192 // 8 * 4096 * 2
+    rounds = (Round("D2D", 4 * run), Round("ICI", 2 * run), Round("ICI", run))
+    for batches in (2, 16):
+        seconds, link = MACHINE.collective_seconds(replace(whole, rounds=rounds, batches=batches), everyone)
+        alone = 4 * run / 600e9 / batches
+        assert link == "ICI"
+        assert seconds == pytest.approx(MACHINE.collective_seconds(whole, everyone)[0] + alone)
+    shared = replace(whole, rounds=(Round("ICI", 2 * run, devices=2),))
+    assert MACHINE.collective_seconds(shared, everyone)[0] == pytest.approx(13.2e-6 + 4 * run / 89.25e9)
+    pair = replace(whole, rounds=(Round("D2D", run),), batches=2)
+    seconds, link = MACHINE.collective_seconds(pair, span_of(AXES_DP4_TP2, ("tensor",), 2))
+    assert link == "D2D" and seconds == pytest.approx(2e-6 + run / 600e9)
+
+
+@pytest.mark.parametrize("beside", [1e3, 1e10])
+def test_collectives_of_one_operator_run_beside_its_other_terms(beside: float) -> None:
+    mesh = MeshPlan(axes=AXES_DP8, attention_dp=("data",), attention_tp=(), expert_ep=("data",), expert_tp=())
+    call = replace(_call("reduce-scatter", 2048), op="back")
+    (op,) = price(MACHINE, mesh, "moe", 1, [call, call, Stream("back", beside, beside)])
+    one = MACHINE.collective_seconds(call, span_of(AXES_DP8, ("data",), 2))[0]
+    assert [(message.call, message.seconds) for message in op.messages] == [(call, one)] * 2
+    assert op.seconds == max(2 * one, MACHINE.memory_seconds(beside, beside))
+    assert op.binding == ("ICI" if beside < 1e6 else "HBM")
+
+
 def test_groups_on_one_chip_share_its_links() -> None:
     shared = MACHINE.collective_seconds(_call("all-gather", 8192), span_of(AXES_DP4_TP2, ("data",), 2))[0]
     alone = MACHINE.collective_seconds(_call("all-gather", 8192), span_of(AXES_DP8, ("data",), 2))[0]
@@ -160,7 +197,7 @@ def test_work_binds_where_a_roofline_says() -> None:
 def test_cached_keys_are_charged_as_the_variant_gathers_them(big: Graph) -> None:
     """Pages are read, written to a copy and read again, by decode rows as by blocks of prefill tokens."""
     load_ = replace(decode_load(8, 64, 4096), prefill_tokens=1024, prefill_context=4096)
-    terms = COSTS["attention"]().work(big.blocks()["gqa"].fields, big.dims, load_)
+    terms = xla_cost("attention").work(big.blocks()["gqa"].fields, big.dims, load_)
     token = 2 * 2 * 256  # float8
     streams = {t.op: t.bytes for t in terms if isinstance(t, Stream)}
     assert streams["attend decode"] == 8 * 4096 * token * 3
@@ -169,16 +206,16 @@ def test_cached_keys_are_charged_as_the_variant_gathers_them(big: Graph) -> None
 
 def test_row_blocks_end_where_the_target_says(big: Graph) -> None:
     fields, busy = big.blocks()["moe"].fields, replace(decode_load(8, 512, 1), prefill_tokens=4096)
-    tuning = COSTS["moe"]().tuning(fields, {"idle": decode_load(8, 8, 1), "busy": busy})
+    tuning = xla_cost("moe").tuning(fields, big.dims, {"idle": decode_load(8, 8, 1), "busy": busy})
     assert tuning == {"block_rows.idle": 16, "block_rows.busy": 256}
-    tuning = COSTS["moe"]().tuning(fields, {"busy": replace(busy, row_full=128)})
+    tuning = xla_cost("moe").tuning(fields, big.dims, {"busy": replace(busy, row_full=128)})
     assert tuning == {"block_rows.busy": 128}
 
 
 def test_float32_logits_are_priced_as_a_float32_product(big: Graph) -> None:
     fields, load_ = big.blocks()["moe"].fields, decode_load(8, 512, 1)
     sharp = fields.model_copy(update={"router": fields.router.model_copy(update={"logits_dtype": "float32"})})
-    routes = [COSTS["moe"]().work(one, big.dims, load_)[0] for one in (fields, sharp)]
+    routes = [xla_cost("router").work(one.router, big.dims, load_)[0] for one in (fields, sharp)]
     assert [(route.op, route.dtype, route.weight_dtype) for route in routes] == [
         ("route", "bfloat16", "bfloat16"),
         ("route", "float32", "bfloat16"),

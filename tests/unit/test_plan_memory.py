@@ -9,7 +9,7 @@ import pytest
 
 from moec.blocks.core.array_info import ArrayInfo
 from moec.blocks.core.work import Degrees, Dtypes
-from moec.blocks.registry import COSTS, axis_roles
+from moec.blocks.registry import axis_roles
 from moec.compiler.emit import arrays as emitted
 from moec.compiler.graph.weights import residual_weights
 from moec.compiler.plan.choose import ask, make_plan
@@ -30,6 +30,8 @@ from moec.compiler.plan.memory import (
 from moec.compiler.plan.plan import Plan
 from moec.compiler.plan.space import Option, mesh_of
 from moec.compiler.plan.steps import Steps
+from moec.compiler.plan.tuned import tiles
+from moec.compiler.plan.variants import places
 from moec.compiler.spec.load import load
 from moec.compiler.spec.schema import Request
 from moec.targets.target import Tiling, load_target
@@ -137,11 +139,11 @@ def _emitted_weights(asked: Question, plan: Plan, degrees: Degrees) -> Counter[t
 
 
 def _tuning(asked: Question, option: Option, steps: Steps) -> dict[str, int]:
-    loads = asked.loads(option, steps)
+    loads, variants = asked.loads(option, steps), asked.variants(option).variants
     return {
-        f"{inst.name}.{key}": value
-        for inst in asked.graph.blocks().values()
-        for key, value in COSTS[inst.kind]().tuning(inst.fields, loads).items()
+        f"{place.inst.name}.{key}": value
+        for place in places(asked.graph)
+        for key, value in tiles(asked.target, place, variants[place.name], asked.graph.dims, loads).values.items()
     }
 
 
@@ -167,6 +169,7 @@ def test_planned_arrays_are_the_emitted_ones(model: str, target: str, workload: 
         head=option.head,
         shared_expert=option.shared_expert,
         mlp=option.mlp,
+        variants=asked.variants(option).names(),
         tuning=_tuning(asked, option, steps),
     )
     planned: list[LocalArray] = [
@@ -238,3 +241,18 @@ def test_layout_evidence_is_still_what_the_compiler_says(root: Path) -> None:
         compiled = jax.jit(lambda x: x.astype(jnp.float32).sum()).lower(info).compile()
         memory = compiled.memory_analysis()
         assert memory is not None and memory.argument_size_in_bytes == expected, (shape, dtype)
+
+
+def test_pages_and_slots_are_one_budget_with_their_padding() -> None:
+    """What the pools' entries take, tiles filled up, is what the memory plan counts; a flat state fills whole tiles."""
+    plan = make_plan(load("qwen3.5-397b-a17b", target="tpu7x-8", workload="decode_512x9216"))
+    pools = {pool.key: pool for pool in plan.cache}
+    for key, pool in pools.items():
+        assert round(pool.entries * pool.padded_bytes) == plan.memory.components[key]
+    assert pools["gdn.conv"].padded_bytes == pools["gdn.conv"].bytes == 45 * 3 * 12288 * 2
+    assert pools["gqa.kv"].per_sequence == plan.buckets[0].pages_per_seq
+    # One value per slot lies in tiles of whole lanes.
+    assert pools["sampled"].padded_bytes > pools["sampled"].bytes
+    # A CPU has no tiles: nothing is padded, and a flat state stays flat.
+    plain = make_plan(load("tiny/qwen3_5_moe", target="cpu", workload="tiny"))
+    assert all(pool.padded_bytes == pool.bytes for pool in plain.cache)

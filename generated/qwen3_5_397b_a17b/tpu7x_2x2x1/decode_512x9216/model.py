@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec a912a5398831487d, target f6af0bc1d71d60d5, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan ed40e024668a1bc0
+# Digests: spec a912a5398831487d, target f6af0bc1d71d60d5, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan a2e2d17f3c55bca3
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -14,20 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moec.blocks.attention.xla import attention
-from moec.blocks.collectives.xla import gather_routing, gather_tokens, reduce_scatter_tokens
+from moec.blocks.attention.tpu_ragged import attention_ragged
+from moec.blocks.collectives.xla import gather_routing_packed, gather_tokens
 from moec.blocks.core.array_info import ArrayInfo
-from moec.blocks.core.batch import Bucket, index_rows, local, ranked, stack_layers
+from moec.blocks.core.batch import Bucket, index_rows, local, ranked
+from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.norm import rms_norm
-from moec.blocks.core.paged import write_kv
 from moec.blocks.core.program import batch_info, jit_slots, jit_step, make_mesh, partition_specs
 from moec.blocks.core.rope_spec import Rope
 from moec.blocks.core.slots import copy_slots, zero_slots
 from moec.blocks.embed.xla import lookup_sharded
-from moec.blocks.gated_delta.xla import gated_delta
+from moec.blocks.gated_delta.tpu_fused import gated_delta_fused
 from moec.blocks.head.xla import logits_sharded
-from moec.blocks.moe.xla import experts, shared_expert
-from moec.blocks.router.xla import route
+from moec.blocks.moe.tpu_grouped import experts_to_ranks_grouped
+from moec.blocks.moe.xla import shared_expert
+from moec.blocks.router.tpu_fused import route_packed_fused
 from moec.blocks.sampling.xla import sample
 
 from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
@@ -35,7 +36,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "ed40e024668a1bc0"  # sha256 of plan.json
+PLAN_DIGEST = "a2e2d17f3c55bca3"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -49,6 +50,17 @@ PAGE_SIZE = 256  # tokens per KV page
 MAX_CONTEXT = 9216  # tokens per sequence
 NUM_PAGES = 2305  # KV pages per rank the plan budgets, page 0 is the sink
 NUM_SLOTS = 65  # sequences per rank the plan budgets, slot 0 is the sink
+CHIP = ChipLimits(
+    vmem_bytes=67108864,
+    lanes=128,
+    sublanes=8,
+    mxu_dtypes=("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"),
+    sparse_cores=2,
+    sc_subcores=16,
+    sc_lanes=16,
+    sc_vmem_bytes=524288,
+    cores_per_chip=2,
+)  # what the kernels must respect of a device of tpu7x:2x2x1
 GDN_LAYERS = 45  # layers with gdn
 GDN_QK_HEADS = 16  # query/key heads, not cut
 GDN_V_HEADS = 64  # value heads, not cut
@@ -56,17 +68,27 @@ GDN_K_DIM = 128  # query/key dims per head
 GDN_V_DIM = 128  # value dims per head
 GDN_CONV = 4  # taps of the causal convolution
 GDN_CHUNK = 64  # prefill tokens solved at once
+GDN_UNROLL = 8  # groups of value heads a pass of the decode update takes
 MOE_LAYERS = 60  # layers with moe
 MOE_EXPERTS = 64  # 512 experts / ep 8
 MOE_TOP_K = 10  # experts per token
-MOE_BLOCK_ROWS = {"decode": 32, "mixed": 256}  # token rows of one expert's GEMM block
+MOE_BLOCK_ROWS = {"decode": 16, "mixed": 128}  # token rows of one expert's product
+MOE_INNER_TILE = 1024  # columns of an expert in vector memory at once
+MOE_COMBINE_TOKENS = {"decode": 64, "mixed": 64}  # tokens whose sums leave together
+MOE_STREAM_ROWS = {"decode": 64, "mixed": 0}  # rows summed at once with all sums in vector memory; 0 = fetched by token
+MOE_ROUTE_TOKENS = {"decode": 64, "mixed": 512}  # tokens a block of the router takes
+MOE_ROUTE_HIDDEN = {"decode": 4096, "mixed": 4096}  # rows of its matrix it multiplies at a time
+MOE_RETURN_CHUNKS = {"decode": 1, "mixed": 4}  # messages in which sums return, one beside the sums of the next
 GQA_LAYERS = 15  # layers with gqa
 GQA_Q_HEADS = 32  # query heads, not cut
 GQA_KV_HEADS = 2  # key/value heads, not cut
 GQA_HEAD_DIM = 256  # dims per head
 GQA_ROPE = Rope(dim=64, theta=10000000.0)  # rotary embedding of queries and keys
-GQA_Q_BLOCK = 128  # tokens of a row per prefill work item, at most
-GQA_KV_BLOCK = 512  # cached keys such an item reads at once
+GQA_Q_BLOCK = 64  # tokens of a chunk per prefill work item
+GQA_KV_BLOCK = 512  # cached keys such an item multiplies at once
+GQA_DECODE_BLOCK = 1024  # keys of a decode row fetched and multiplied at once
+GQA_DECODE_TAIL = 256  # the same in a row's last block
+GQA_DECODE_SLOTS = 8  # such blocks in vector memory
 
 BUCKETS = {  # static step shapes; max_q 1 = decode only
     "decode": Bucket(tokens_per_rank=64, seqs_per_rank=64, max_q=1, pages_per_seq=36),
@@ -102,7 +124,8 @@ def state(pages, slots):
     """Abstract state of one engine. pages, slots: pool key -> count per rank, entry 0 is the sink."""
     return {
         "gdn.conv": ArrayInfo(
-            (NUM_RANKS, GDN_LAYERS, slots["gdn.conv"], 36864), "bfloat16", ("rank", None, None, "v_heads")
+            (NUM_RANKS, GDN_LAYERS, slots["gdn.conv"], 288, 128),
+            "bfloat16", ("rank", None, None, "v_heads", None),
         ),
         "gdn.state": ArrayInfo(
             (NUM_RANKS, GDN_LAYERS, slots["gdn.state"], 64, 128, 128),
@@ -126,7 +149,7 @@ def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
     conv_pool = pools["gdn.conv"]
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):
-        y_TD, conv_pool, state_pool = gated_delta(
+        y_TD, conv_pool, state_pool = gated_delta_fused(
             h_TD,
             w["gdn"],
             conv_pool,
@@ -142,6 +165,8 @@ def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
             norm_eps=1e-06,
             norm_zero_centered=False,
             chunk=GDN_CHUNK,
+            unroll=GDN_UNROLL,
+            chip=CHIP,
             max_q=BUCKETS[bucket].max_q,
         )
     return y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
@@ -150,11 +175,18 @@ def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
 def moe_block(h_TD, w, stack, rows, layer, bucket):
     """512 experts of 1024, top 10, shared expert of 1024."""
     with jax.named_scope("moe"):
-        index_TK, weight_TK = route(h_TD, w["moe"]["router"], top_k=MOE_TOP_K)
-        index_TK = jnp.where(rows.valid[:, None], index_TK, -1)  # padding tokens visit no expert
+        packed_T2K = route_packed_fused(
+            h_TD,
+            w["moe"]["router"],
+            valid_T=rows.valid,
+            top_k=MOE_TOP_K,
+            route_tokens=MOE_ROUTE_TOKENS[bucket],
+            route_hidden=MOE_ROUTE_HIDDEN[bucket],
+            chip=CHIP,
+        )
         h_AD = gather_tokens(h_TD, DATA)  # A: the tokens of all ranks
-        index_AK, weight_AK = gather_routing(index_TK, weight_TK, DATA)  # one packed all-gather
-        y_AD = experts(
+        index_AK, weight_AK = gather_routing_packed(packed_T2K, DATA)
+        y_TD = experts_to_ranks_grouped(
             h_AD,
             index_AK,
             weight_AK,
@@ -165,18 +197,23 @@ def moe_block(h_TD, w, stack, rows, layer, bucket):
             layer=layer,
             first_expert=lax.axis_index(EXPERT) * MOE_EXPERTS,
             block_rows=MOE_BLOCK_ROWS[bucket],
+            inner_tile=MOE_INNER_TILE,
+            combine_tokens=MOE_COMBINE_TOKENS[bucket],
+            stream_rows=MOE_STREAM_ROWS[bucket],
+            chip=CHIP,
+            axes=DATA,
+            return_chunks=MOE_RETURN_CHUNKS[bucket],
         )
-        y_AD = y_AD.astype(h_TD.dtype)  # partial sums travel in the activation dtype
-        y_TD = reduce_scatter_tokens(y_AD, DATA)  # sum over experts, back to own tokens
         s_TD = shared_expert(h_TD, w["moe"], gate="sigmoid")
         y_TD = (y_TD + s_TD).astype(h_TD.dtype)
     return y_TD
 
 
-def gqa_block(h_TD, w, kv_pool, batch, rows, layer, bucket):
+def gqa_block(h_TD, w, pools, batch, rows, layer, bucket):
     """32 query heads on 2 key/value heads of 256."""
+    kv_pool = pools["gqa.kv"]
     with jax.named_scope("gqa"):
-        y_TD, new_kv_TC = attention(
+        y_TD, kv_pool = attention_ragged(
             h_TD,
             w["gqa"],
             kv_pool,
@@ -195,9 +232,13 @@ def gqa_block(h_TD, w, kv_pool, batch, rows, layer, bucket):
             output_gate="sigmoid",
             q_block=GQA_Q_BLOCK,
             kv_block=GQA_KV_BLOCK,
+            decode_block=GQA_DECODE_BLOCK,
+            decode_tail=GQA_DECODE_TAIL,
+            decode_slots=GQA_DECODE_SLOTS,
+            chip=CHIP,
             max_q=BUCKETS[bucket].max_q,
         )
-    return y_TD, new_kv_TC
+    return y_TD, pools | {"gqa.kv": kv_pool}
 
 
 def gdn_moe_layer(x_TD, w, pools, stacks, batch, rows, gdn_index, moe_index, bucket):
@@ -211,18 +252,18 @@ def gdn_moe_layer(x_TD, w, pools, stacks, batch, rows, gdn_index, moe_index, buc
     return x_TD, pools
 
 
-def gqa_moe_layer(x_TD, w, kv, stacks, batch, rows, gqa_index, moe_index, bucket):
+def gqa_moe_layer(x_TD, w, pools, stacks, batch, rows, gqa_index, moe_index, bucket):
     """gqa, then moe; each adds to the residual stream."""
     h_TD = rms_norm(x_TD, w["mixer_norm"], eps=1e-06, zero_centered=True)
-    y_TD, new_kv_TC = gqa_block(h_TD, w, kv["gqa.kv"], batch, rows, gqa_index, bucket)
+    y_TD, pools = gqa_block(h_TD, w, pools, batch, rows, gqa_index, bucket)
     x_TD = x_TD + y_TD
     h_TD = rms_norm(x_TD, w["ffn_norm"], eps=1e-06, zero_centered=True)
     y_TD = moe_block(h_TD, w, stacks["moe"], rows, moe_index, bucket)
     x_TD = x_TD + y_TD
-    return x_TD, new_kv_TC
+    return x_TD, pools
 
 
-def group0(x_TD, pools, kv, w, stacks, batch, rows, bucket):
+def group0(x_TD, pools, w, stacks, batch, rows, bucket):
     """Layers 0-59: 15 x [gdn_moe, gdn_moe, gdn_moe, gqa_moe], scanned."""
 
     def body(carry, scanned):
@@ -240,15 +281,14 @@ def group0(x_TD, pools, kv, w, stacks, batch, rows, bucket):
             x_TD, w["layer2"], pools, stacks, batch, rows, gdn_index=3 * i + 2, moe_index=4 * i + 2, bucket=bucket
         )
         in3_TD = x_TD
-        x_TD, gqa_kv3 = gqa_moe_layer(
-            x_TD, w["layer3"], kv, stacks, batch, rows, gqa_index=i, moe_index=4 * i + 3, bucket=bucket
+        x_TD, pools = gqa_moe_layer(
+            x_TD, w["layer3"], pools, stacks, batch, rows, gqa_index=i, moe_index=4 * i + 3, bucket=bucket
         )
-        new_kv = {"gqa.kv": jnp.stack([gqa_kv3])}
         # The inputs of the layers leave the scan only in step_tapped; elsewhere they are dead code.
-        return (x_TD, pools), (new_kv, jnp.stack([in0_TD, in1_TD, in2_TD, in3_TD]))
+        return (x_TD, pools), jnp.stack([in0_TD, in1_TD, in2_TD, in3_TD])
 
-    (x_TD, pools), (new_kv, hidden) = lax.scan(body, (x_TD, pools), (jnp.arange(15), w))
-    return x_TD, pools, new_kv, hidden.reshape(-1, *x_TD.shape)
+    (x_TD, pools), hidden = lax.scan(body, (x_TD, pools), (jnp.arange(15), w))
+    return x_TD, pools, hidden.reshape(-1, *x_TD.shape)
 
 
 def forward(w, state, batch, bucket):
@@ -258,12 +298,9 @@ def forward(w, state, batch, bucket):
     tokens_T = jnp.where(batch.tokens < 0, state["sampled"][batch.slot[rows.row]], batch.tokens)
     with jax.named_scope("embed"):
         x_TD = lookup_sharded(w["embed"]["table"], tokens_T, DATA, TENSOR).astype(ACTIVATION)
-    pools = {"gdn.conv": state["gdn.conv"], "gdn.state": state["gdn.state"]}
-    x_TD, pools, new_kv0, hidden0 = group0(x_TD, pools, state, w["group0"], w["stacks"], batch, rows, bucket)
+    pools = {"gdn.conv": state["gdn.conv"], "gdn.state": state["gdn.state"], "gqa.kv": state["gqa.kv"]}
+    x_TD, pools, hidden0 = group0(x_TD, pools, w["group0"], w["stacks"], batch, rows, bucket)
     state = state | pools
-    with jax.named_scope("write_kv"):  # once per step: the scan only read the pages
-        new_kv_LTC = stack_layers(new_kv0["gqa.kv"])
-        state["gqa.kv"] = write_kv(state["gqa.kv"], new_kv_LTC, batch, rows)
     with jax.named_scope("final_norm"):
         h_TD = rms_norm(x_TD, w["final_norm"], eps=1e-06, zero_centered=True)
     return h_TD, state, hidden0

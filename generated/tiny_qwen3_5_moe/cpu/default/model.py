@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
-# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan f41cf6be8e20b71f
+# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 62bf38ea1541244d
 """tiny_qwen3_5_moe on cpu: 4 layers, attention DP1, experts EP1.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -34,7 +34,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "f41cf6be8e20b71f"  # sha256 of plan.json
+PLAN_DIGEST = "62bf38ea1541244d"  # sha256 of plan.json
 
 MESH_AXES = {"data": 1}  # 1 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
