@@ -48,7 +48,7 @@ def block_rows(fields: Fields, load: Load) -> int:
     A second block would stream the expert's weights again; spare rows cost only products,
     which do not bind below row_full, where blocks end.
     """
-    mean = load.valid_tokens * fields.router.top_k / fields.router.num_experts
+    mean = max(load.valid_tokens, 0) * fields.router.top_k / fields.router.num_experts
     rows = 2 ** ceil(log2(max(mean + 2 * sqrt(mean), 1)))
     return min(max(rows, load.row_tile), load.row_full)
 

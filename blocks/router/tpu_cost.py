@@ -45,7 +45,7 @@ def tiles(router: Router, dims: ModelDims, load: Load) -> tuple[int, int]:
     """One block of tokens reads the matrix in pieces; more blocks read it once, as long as it fits."""
     tokens = min(ceil(load.tokens / ROWS) * ROWS, TILE_TOKENS)
     hidden = dims.hidden_size
-    pieces = [hidden // n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n % LANES == 0]
+    pieces = [hidden // n for n in range(1, hidden // LANES + 1) if hidden % (n * LANES) == 0]
     pieces = pieces or [hidden]
     if load.tokens > tokens and _vmem_bytes(router, tokens, pieces[0], load) <= _memory(load):
         return tokens, pieces[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from moec.blocks.core.declare import BlockFields, ModelDims, NormFields
@@ -61,7 +62,7 @@ class Layer:
     additions: tuple[Addition, ...]
     scaled: bool = False
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[BlockInst, ...]:
         """The blocks in order of execution."""
         return tuple(branch.inst for addition in self.additions for branch in addition.branches)
@@ -71,7 +72,7 @@ class Layer:
         """Identifier of the layer kind, e.g. "gdn_moe"."""
         return "_".join(inst.name for inst in self.blocks)
 
-    @property
+    @cached_property
     def norms(self) -> tuple[Norm, ...]:
         """Every norm of the layer, in order of execution."""
         found: list[Norm | None] = []
@@ -183,10 +184,22 @@ class Graph:
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """Absolute indices of the layers that use a block instance."""
-        return tuple(index for index, layer in self.layers() if any(inst.name == name for inst in layer.blocks))
+        return self._uses.get(name, ())
+
+    @cached_property
+    def _uses(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {}
+        for index, layer in self.layers():
+            for name in dict.fromkeys(inst.name for inst in layer.blocks):
+                found.setdefault(name, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
 
     def blocks(self) -> dict[str, BlockInst]:
         """Distinct block instances by name, in order of first use."""
+        return dict(self._blocks)
+
+    @cached_property
+    def _blocks(self) -> dict[str, BlockInst]:
         found: dict[str, BlockInst] = {}
         for group in self.groups:
             for layer in group.layers:

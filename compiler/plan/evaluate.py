@@ -50,7 +50,7 @@ class Question:
     dtypes: Dtypes
     temp_model: TempModel = field(default_factory=TempModel)
     _weights: dict[Degrees, dict[str, int]] = field(default_factory=dict, repr=False)
-    _variants: dict[Degrees, Chosen] = field(default_factory=dict, repr=False)
+    _variants: dict[tuple[Degrees, int], Chosen] = field(default_factory=dict, repr=False)
 
     @cached_property
     def machine(self) -> Machine:
@@ -73,16 +73,17 @@ class Question:
         return plan_steps(option, self.workload, self.pins, self.target, seqs)
 
     def loads(self, option: Option, steps: Steps) -> dict[str, Load]:
-        return returned(self.variants(option).variants, self._plain_loads(option, steps))
+        return returned(self.variants(option, steps.seqs).variants, self._plain_loads(option, steps))
 
     def _plain_loads(self, option: Option, steps: Steps) -> dict[str, Load]:
         return step_loads(option, steps, self.workload, self.dtypes, self.target)
 
-    def variants(self, option: Option) -> Chosen:
-        """The implementations a sharding uses, chosen at its own number of sequences."""
-        degrees = replace(option.degrees, embed=1, head=1)  # of which no block knows
-        if degrees not in self._variants:
-            steps, mesh = self.steps(option, self.rows(option)), mesh_of(option)
+    def variants(self, option: Option, seqs: int | None = None) -> Chosen:
+        """The implementations a sharding uses with so many sequences per rank; None: its own number."""
+        # Vocabulary placements are left out: no block knows of them.
+        key = (replace(option.degrees, embed=1, head=1), seqs or self.rows(option))
+        if key not in self._variants:
+            steps, mesh = self.steps(option, key[1]), mesh_of(option)
             assert mesh is not None, option
             plain, share = self._plain_loads(option, steps), mixed_share(option, steps, self.workload)
 
@@ -94,22 +95,26 @@ class Question:
                 us = {name: one * 1e6 for name, one in seconds.items()}
                 return token_seconds(seconds[DECODE], seconds[MIXED], share), us
 
-            self._variants[degrees] = choose(self.graph, self.target, self.pins, plain, price)
-        return self._variants[degrees]
+            self._variants[key] = choose(self.graph, self.target, self.pins, plain, price)
+        return self._variants[key]
 
-    def memory(self, option: Option, steps: Steps) -> MemoryPlan:
-        weights, loads = self.weight_bytes(option.degrees), self.loads(option, steps)
-        variants = self.variants(option).variants
+    def memory(self, option: Option, steps: Steps, chosen_at: int | None = None) -> MemoryPlan:
+        """Bytes of a step; chosen_at: the sequences per rank at which variants are chosen, None = the step's."""
+        variants = self.variants(option, chosen_at or steps.seqs).variants
+        weights, loads = self.weight_bytes(option.degrees), returned(variants, self._plain_loads(option, steps))
         return memory_plan(self.graph, self.target, steps, loads, weights, variants, self.temp_model)
 
     def max_sequences(self, option: Option) -> int:
         """Sequences on all ranks that fit in HBM at full length."""
 
-        def fits(seqs: int) -> bool:
-            memory = self.memory(option, self.steps(option, seqs))
+        def fits(seqs: int, chosen_at: int | None = None) -> bool:
+            memory = self.memory(option, self.steps(option, seqs), chosen_at)
             return needed_bytes(memory) <= available_bytes(memory)
 
-        return largest(fits, self.rows(option)) * option.dp
+        # Variants hang on the number too, but choosing them anew takes longer than the rest: only where it matters.
+        usual = self.rows(option)
+        most = largest(lambda seqs: fits(seqs, usual), usual)
+        return (most if not most or fits(most) else largest(fits, most - 1)) * option.dp
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ Every predicted number is shown with its error band and where it comes from; non
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 from rich.console import Console
 from rich.panel import Panel
@@ -14,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .plan import Candidate, Estimate, Plan, StepTerm
+from .sections import GIB, Column, Section, cache, kernels, size_text
 
-GIB = 2**30
-MIB = 2**20
 _BAR = 24
 _WIDE = 110  # columns that every table fits in
 _SHOWN_SHARDINGS = 20
@@ -30,30 +28,6 @@ _STYLES = {
     "PINNED": "magenta",
 }
 
-Align = Literal["left", "right"]
-
-
-@dataclass(frozen=True)
-class Column:
-    name: str
-    align: Align = "left"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A titled table; strong: indices of rows that are totals; note: one line below."""
-
-    title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
-    strong: frozenset[int] = field(default_factory=frozenset)
-    note: str = ""
-
-
-def _right(*names: str) -> tuple[Column, ...]:
-    """First column left, the others right."""
-    return (Column(names[0]), *(Column(name, "right") for name in names[1:]))
-
 
 def sections(plan: Plan) -> tuple[Section, ...]:
     """All tables, in reading order."""
@@ -62,8 +36,8 @@ def sections(plan: Plan) -> tuple[Section, ...]:
         _predictions(plan),
         _memory(plan),
         _steps(plan),
-        *_cache(plan),
-        *_kernels(plan),
+        *cache(plan),
+        *kernels(plan),
         _collectives(plan),
         _shardings(plan),
         _placements(plan),
@@ -106,61 +80,6 @@ def _decisions(plan: Plan) -> Section:
     return Section("Decisions", (Column("what"), Column("chosen")), tuple(rows), note=f"Why: {_chosen(plan).why}.")
 
 
-def _kernels(plan: Plan) -> tuple[Section, ...]:
-    """What was chosen among, where a place has more than one variant; refusals with their reasons."""
-    numbers = Counter(one.scope for one in plan.variant_choices)
-    found = [one for one in plan.variant_choices if numbers[one.scope] > 1]
-    if not found:
-        return ()
-    buckets = [bucket.name for bucket in plan.buckets]
-    rows = tuple(
-        (
-            one.scope,
-            one.variant,
-            one.verdict,
-            *(f"{one.us[bucket]:,.1f} us" if bucket in one.us else "" for bucket in buckets),
-            f"{one.vmem_bytes / MIB:.1f} MiB" if one.vmem_bytes else "",
-            f"{one.why}; tiles {one.tiles_from}" if one.tiles_from else one.why,
-        )
-        for one in found
-    )
-    times = tuple(Column(f"{bucket}, one layer", "right") for bucket in buckets)
-    columns = (Column("block"), Column("variant"), Column("verdict"), *times, Column("VMEM", "right"), Column("why"))
-    return (Section("Variants, times predicted", columns, rows),)
-
-
-def _cache(plan: Plan) -> tuple[Section, ...]:
-    """Pages and slots in one budget: per entry, per sequence of full length, in all."""
-    if not plan.cache:
-        return ()
-    rows, each, whole = [], 0.0, 0.0
-    for pool in plan.cache:
-        sequence, total = pool.per_sequence * pool.padded_bytes, pool.entries * pool.padded_bytes
-        each, whole = each + sequence, whole + total
-        padding = pool.padded_bytes / pool.bytes - 1
-        rows.append(
-            (
-                pool.key,
-                f"{pool.entries} {pool.kind}",
-                _size(pool.bytes),
-                f"{padding:.1%}",
-                _size(sequence),
-                _size(total),
-            )
-        )
-    rows.append(("in all", "", "", "", _size(each), _size(whole)))
-    columns = _right("pool", "entries", "one entry", "tile padding", "a full sequence", "per device")
-    note = f"Pages and slots are one budget; one slot takes as much as the pages of {_slot_tokens(plan):,.0f} tokens."
-    return (Section("Cache", columns, tuple(rows), frozenset({len(rows) - 1}), note if _slot_tokens(plan) else ""),)
-
-
-def _slot_tokens(plan: Plan) -> float:
-    """Tokens whose pages take what one sequence's slots do; 0 without pages."""
-    pages = sum(pool.padded_bytes for pool in plan.cache if pool.kind == "pages") / plan.page_size
-    slots = sum(pool.padded_bytes for pool in plan.cache if pool.kind == "slots" and pool.key != "sampled")
-    return slots / pages if pages else 0.0
-
-
 def _predictions(plan: Plan) -> Section:
     rows = tuple((_spoken(name), _number(e), _band(e), e.provenance) for name, e in plan.estimates.items())
     columns = (Column("predicted"), Column("value", "right"), Column("band", "right"), Column("from"))
@@ -192,19 +111,13 @@ def _memory(plan: Plan) -> Section:
     parts.append(("runtime reserve", memory.reserve_bytes))
     needed = memory.arguments_bytes + max(memory.temp_bytes.values()) + memory.reserve_bytes
     parts += [("needed", needed), ("free", usable - needed)]
-    rows = tuple((name, _size(size), f"{size / usable:.1%}", _bar(size / usable)) for name, size in parts)
+    rows = tuple((name, size_text(size), f"{size / usable:.1%}", _bar(size / usable)) for name, size in parts)
     strong = frozenset(i for i, (name, *_) in enumerate(rows) if name in ("arguments", "needed", "free"))
     columns = (Column("per device"), Column("size", "right"), Column("of usable", "right"), Column(""))
     title = f"Memory per device, {usable / GIB:.2f} GiB usable"
     needs = plan.estimates["hbm_needed"]
     note = f"Arguments are counted array by array, temporaries come from a formula: {_band(needs)} ({needs.band_from})."
     return Section(title, columns, rows, strong, note)
-
-
-def _size(num_bytes: float) -> str:
-    if abs(num_bytes) >= 0.01 * GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.2f} MiB" if abs(num_bytes) >= MIB / 100 else f"{num_bytes / 1024:.2f} KiB"
 
 
 def _bar(share: float) -> str:
@@ -268,7 +181,7 @@ def _collectives(plan: Plan) -> Section:
             c.op,
             ", ".join(c.axes),
             f"{c.dtype}{list(c.shape)}",
-            _size(c.bytes),
+            size_text(c.bytes),
             f"{c.predicted_us:.1f}",
         )
         for c in plan.collectives
@@ -331,7 +244,7 @@ def _candidates(title: str, found: Sequence[Candidate], note: str) -> Section:
 
 def _candidate_size(one: Candidate) -> str:
     found = one.numbers.get("hbm_gib", one.numbers.get("needed_gib"))
-    return "" if found is None else _size(found * GIB)
+    return "" if found is None else size_text(found * GIB)
 
 
 def render_plan(plan: Plan, console: Console) -> None:

@@ -87,8 +87,9 @@ def test_tensor_parallelism_is_fastest_at_few_sequences(workload: str) -> None:
     for key in ("decode_ms", "tpot_ms"):
         best = min((c for c in plan.candidates if key in c.numbers), key=lambda c: c.numbers[key])
         assert (best.attention, best.experts) == ("TP8", "EP8")
-    # With 8k prompts at 8 sequences the advantage shrinks below the model's error.
-    assert (chosen(plan)[0] == "TP8") == (workload != "chat_8k1k_c8")
+    # As sweep.sh of tests/e2e/benchmarking/inferencex/qwen3.5 has it for both prompt lengths
+    # (https://github.com/vllm-project/tpu-inference).
+    assert chosen(plan)[0] == "TP8"
 
 
 @pytest.mark.parametrize(
@@ -395,16 +396,20 @@ def test_one_device_exchanges_nothing() -> None:
 
 
 def test_tuning_follows_the_expected_tokens_per_expert(plan: Plan) -> None:
-    # 512 and 8192 tokens, top 10 of 512: 10 and 160 tokens per expert, and two deviations.
-    tiles = {"gdn.chunk": 64, "gqa.q_block": 128, "gqa.kv_block": 512}
-    assert plan.tuning == tiles | {"moe.block_rows.decode": 32, "moe.block_rows.mixed": 256}
+    # 512 and 8192 tokens, top 10 of 512: 10 and 160 tokens per expert; the kernel takes blocks of at most 128.
+    tiles = {"gdn.chunk": 64, "moe.block_rows.decode": 16, "moe.block_rows.mixed": 128}
+    assert tiles.items() <= plan.tuning.items()
+    # Plain XLA streams an expert's weights again for a second block: two deviations more.
+    plain = make_plan(request("plan.variants.moe=xla", "plan.variants.gqa=xla")).tuning
+    tiles = {"gqa.q_block": 128, "gqa.kv_block": 512, "moe.block_rows.decode": 32, "moe.block_rows.mixed": 256}
+    assert tiles.items() <= plain.items()
 
 
 def test_default_dtypes() -> None:
     big, small = make_plan(request()), make_plan(request(model="tiny/mixtral", target="cpu", workload="tiny"))
     assert big.dtypes.expert == "float8_e4m3fn"  # its checkpoint table has block scales
     assert (big.dtypes.activation, big.dtypes.kv, big.dtypes.state) == ("bfloat16",) * 3
-    assert set(small.dtypes.model_dump().values()) == {"float32"}
+    assert set(small.dtypes.model_dump().values()) == {"float32", "activation"}
     unscaled = make_plan(request(model="mixtral-8x7b", workload="chat_1k1k_c64"))
     assert unscaled.dtypes.expert == "bfloat16"
 
