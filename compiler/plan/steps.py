@@ -98,7 +98,8 @@ def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes,
         lanes=target.tiling.lanes,
         chip=chip_limits(target),
     )
-    room = steps.mixed_tokens - steps.seqs
+    # Steps without room for prefill are refused, but what they would hold is asked before.
+    room = max(steps.mixed_tokens - steps.seqs, 0)
     mixed = Load(**{**vars(decode), "tokens": steps.mixed_tokens, "prefill_tokens": room})
     return {DECODE: decode, MIXED: mixed}
 
