@@ -425,7 +425,8 @@ def _rpa_lane_sums(x: Array, lanes: int) -> Array:
     """[M, K] as [M, L]: what lies L apart summed, as a tree."""
     parts = [x[:, i : i + lanes] for i in range(0, x.shape[1], lanes)]
     while len(parts) > 1:
-        parts = [sum(parts[i + 1 : i + 2], parts[i]) for i in range(0, len(parts), 2)]
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
     return parts[0]
 
 

@@ -132,15 +132,17 @@ class SlotState:
     axes: tuple[str | None, ...]
     role: Literal["state", "conv"] = "state"
 
-    def entry(self, lanes: int, degree: int) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Shape and axes in the pool, where memory has tiles of `lanes` values (1: no tiles) and the axes are cut.
+    def entry(self, sublanes: int, lanes: int, degree: int) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+        """Shape and axes in the pool, where memory has tiles of sublanes x lanes (lanes 1: no tiles) and axes are cut.
 
-        A flat state takes rows of whole tiles where it divides: a slot of a [slots, values] array lies strewn over
-        as many tiles as it has rows of lanes, and no kernel could copy it in one piece.
+        A flat state takes rows of whole tiles where it divides into tiles: a slot of a [slots, values] array lies
+        strewn over as many tiles as it has rows of lanes, and no kernel could copy it in one piece. Where it does not,
+        the compiler would choose smaller tiles for it, and copy the pool to use it.
         """
-        if len(self.shape) > 1 or lanes == 1 or self.shape[0] % (lanes * degree):
+        (size, *more), tile = self.shape, sublanes * lanes * degree
+        if more or lanes == 1 or size % tile:
             return self.shape, self.axes
-        return (self.shape[0] // lanes, lanes), (*self.axes, None)
+        return (size // lanes, lanes), (*self.axes, None)
 
 
 @dataclass(frozen=True)

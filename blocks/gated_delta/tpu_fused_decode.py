@@ -266,8 +266,8 @@ def _gdn_decode_kernel(*operands: jax.Ref, heads: GdnHeads, unroll: int) -> None
 
     @pl.when(count > 0)
     def _() -> None:
-        refs.left[...] = jnp.zeros_like(refs.left)
-        refs.column[...] = jnp.zeros_like(refs.column)
+        refs.left[...] = jnp.zeros(refs.left.shape, refs.left.dtype)
+        refs.column[...] = jnp.zeros(refs.column.shape, refs.column.dtype)
         _gdn_dec_fetch(refs, jnp.int32(0), "start")
 
     def add_row(row: Array, carry: None) -> None:

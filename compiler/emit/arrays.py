@@ -155,7 +155,8 @@ def _state_array(
     if isinstance(state, PagedState):
         shape, axes = state.shape, state.axes
     else:
-        shape, axes = state.entry(load_target(plan.target).tiling.lanes, plan.mesh.tp)
+        tiling = load_target(plan.target).tiling
+        shape, axes = state.entry(tiling.sublanes, tiling.lanes, plan.mesh.tp)
     shape = (*shape[:-1], plan.tuning[f"{inst.name}.row"]) if aligned else shape
     inner = tuple(size * kv_copies(axis, cuts, plan)[0] for size, axis in zip(shape, axes, strict=True))
     return StateArray(

@@ -137,7 +137,7 @@ def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps, t
     for inst in graph.blocks().values():
         layers = len(graph.layers_of(inst.name))
         for state in block_state(graph, inst):
-            inner = _entry(inst, state, degrees, tiling.lanes)
+            inner = _entry(inst, state, degrees, tiling.lanes, tiling.sublanes)
             if isinstance(state, PagedState):
                 shape = (1, layers * steps.num_pages, steps.page_size, *inner)
             else:
@@ -146,11 +146,11 @@ def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps, t
     yield LocalArray("sampled", (1, steps.num_slots), "int32")
 
 
-def _entry(inst: BlockInst, state: PagedState | SlotState, degrees: Degrees, lanes: int) -> Shape:
+def _entry(inst: BlockInst, state: PagedState | SlotState, degrees: Degrees, lanes: int, sublanes: int = 1) -> Shape:
     """What one token or one sequence takes on one device."""
     if isinstance(state, PagedState):
         return local_shape(inst, state.row(lanes), state.axes, degrees)
-    return local_shape(inst, *state.entry(lanes, degrees.tp), degrees)
+    return local_shape(inst, *state.entry(sublanes, lanes, degrees.tp), degrees)
 
 
 def _state_name(state: PagedState | SlotState) -> str:

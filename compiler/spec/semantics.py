@@ -21,7 +21,9 @@ from .validate import Finding, Parsed, error_findings
 _MODEL = ("model",)
 _BLOCK_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Keys of a layer's weights, of the checkpoint table and prefixes of the program's own constants.
-RESERVED = frozenset({"embed", "head", "layer", "ffn", "mixer", "norm", "post", "scale", "final", "max", "num", "page"})
+RESERVED = frozenset(
+    {"collectives", "embed", "head", "layer", "ffn", "mixer", "norm", "post", "scale", "final", "max", "num", "page"}
+)
 RESERVED_ENDS = ("_norm", "_norm_bias")  # keys of a layer's norms
 MAX_SIZE = 2**31 - 1
 SMALLEST = 1e-30
