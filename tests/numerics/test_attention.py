@@ -160,7 +160,10 @@ def test_any_tiles_match_the_reference(name: str, q_block: int, kv_block: int, b
 def test_tuned_tiles_are_whole_pages(page_size: int, kv_block: int) -> None:
     fields = block.Fields(kind="attention", num_q_heads=4, num_kv_heads=2, head_dim=8)
     load = Load(64, 8, 8, 100, 200, 56, 100, page_size, Degrees(), Dtypes(*["bfloat16"] * 6), 8, 256)
-    assert tuning(fields, {"decode": load, "mixed": load}) == {"q_block": 128, "kv_block": kv_block}
+    assert tuning(fields, ModelDims(8, 8, NormFields()), {"decode": load, "mixed": load}) == {
+        "q_block": 128,
+        "kv_block": kv_block,
+    }
 
 
 DIMS = ModelDims(32, 8, NormFields())

@@ -496,10 +496,3 @@ def test_verdict_order_is_total() -> None:
         for subset in itertools.islice(itertools.combinations(allowed[:20], size), 40):
             verdicts = [verdict for verdict, _ in eliminate(subset).values()]
             assert verdicts.count("CHOSEN") == 1 and len(verdicts) == size
-
-
-def test_pinned_small_steps_are_planned() -> None:
-    """How many sequences would fit is asked of steps that the pin leaves no room for prefill in."""
-    pins = ["plan.page_size=16", "plan.max_batched_tokens=23"]
-    plan = make_plan(request(*pins, model="tiny/qwen3_5_moe", target="cpu", workload="tiny"))
-    assert plan.estimates["max_sequences"].value > 1000

@@ -196,3 +196,10 @@ def test_rows_in_float8_are_a_pin_that_only_the_kernel_takes() -> None:
     pinned = [*asked[:1], "plan.variants.moe=xla"]
     with pytest.raises(ProblemsError, match="plain XLA multiplies rows"):
         make_plan(load("qwen3.5-397b-a17b", target="tpu7x-8", workload="decode_512x9216", overrides=pinned))
+
+
+def test_pinned_small_steps_are_planned() -> None:
+    """How many sequences would fit is asked of steps that the pin leaves no room for prefill in."""
+    pins = ["plan.page_size=16", "plan.max_batched_tokens=23"]
+    plan = make_plan(load("tiny/qwen3_5_moe", target="cpu", workload="tiny", overrides=pins))
+    assert plan.estimates["max_sequences"].value > 1000
