@@ -1,5 +1,6 @@
 """The UPPER constants at the top of an emitted program, and which variants it uses."""
 
+import textwrap
 from dataclasses import fields
 
 from moec.blocks.core.declare import Variant
@@ -75,5 +76,5 @@ def chip_text(plan: Plan) -> str:
     """The target's limits as a literal; what is at its default is left out."""
     limits = chip_limits(load_target(plan.target))
     given = {field.name: getattr(limits, field.name) for field in fields(limits)}
-    lines = [f"    {name}={text(value)},\n" for name, value in given.items() if value]
-    return f"ChipLimits(\n{''.join(lines)})"
+    inner = textwrap.wrap(", ".join(f"{name}={text(value)}" for name, value in given.items() if value), 104)
+    return "ChipLimits(\n" + "\n".join(f"    {line}" for line in inner) + "\n)"

@@ -51,15 +51,8 @@ MAX_CONTEXT = 9216  # tokens per sequence
 NUM_PAGES = 2305  # KV pages per rank the plan budgets, page 0 is the sink
 NUM_SLOTS = 65  # sequences per rank the plan budgets, slot 0 is the sink
 CHIP = ChipLimits(
-    vmem_bytes=67108864,
-    lanes=128,
-    sublanes=8,
-    mxu_dtypes=("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"),
-    sparse_cores=2,
-    sc_subcores=16,
-    sc_lanes=16,
-    sc_vmem_bytes=524288,
-    cores_per_chip=2,
+    vmem_bytes=67108864, lanes=128, sublanes=8, mxu_dtypes=("bfloat16", "float32", "float8_e4m3fn",
+    "float8_e5m2"), sparse_cores=2, sc_subcores=16, sc_lanes=16, sc_vmem_bytes=524288, cores_per_chip=2
 )  # what the kernels must respect of a device of tpu7x:2x2x1
 GDN_LAYERS = 45  # layers with gdn
 GDN_QK_HEADS = 16  # query/key heads, not cut
