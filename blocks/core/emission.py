@@ -4,11 +4,14 @@ Each `blocks/<kind>/emit.py` turns (fields, site) into an Emission. The site is 
 decided about this block; call.j2 only places the text computed there. No jax.
 """
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .declare import ModelDims, Variant
+
+_LINE = 98  # columns of arguments inside a call
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,12 @@ def tile_constant(name: str, value: int | Mapping[str, int], what: str) -> Const
 def tile_lines(site: Site, part: str = "") -> tuple[str, ...]:
     """Keyword arguments of a variant's function beyond the block's own: its tiles, and a kernel's chip.
 
-    part: whose function, "" for the block's own.
+    part: whose function, "" for the block's own. As many on a line as fit.
     """
     variant = site.parts[part] if part else site.variant
     found = [tile_argument(site, name) for name, _ in variant.tiles]
-    return (*found, "chip=CHIP") if variant.kernel else tuple(found)
+    lines = textwrap.wrap(", ".join(found + ["chip=CHIP"] * variant.kernel), _LINE)
+    return tuple(line.removesuffix(",") for line in lines)
 
 
 def tile_argument(site: Site, name: str) -> str:

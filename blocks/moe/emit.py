@@ -141,7 +141,7 @@ def _arguments(fields: Fields, site: Site) -> tuple[str, ...]:
         f"first_expert=lax.axis_index(EXPERT) * {site.prefix}_EXPERTS" if site.ep > 1 else "first_expert=0",
         *tile_lines(site),
     ]
-    found += ["axes=DATA", tile_argument(site, "return_chunks")] if _returns_in_chunks(fields, site) else []
+    found += [f"axes=DATA, {tile_argument(site, 'return_chunks')}"] if _returns_in_chunks(fields, site) else []
     found += ["quantise_rows=True"] if site.quantises_rows else []
     found += [f'activation="{experts.activation}"'] if experts.activation != "silu" else []
     if experts.bias:

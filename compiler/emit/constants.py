@@ -1,15 +1,12 @@
 """The UPPER constants at the top of an emitted program, and which variants it uses."""
 
 import textwrap
-from dataclasses import fields
 
 from moec.blocks.core.declare import Variant
 from moec.blocks.core.emission import Constant, Emission, variant_constants
 from moec.blocks.registry import COLLECTIVES, PARTS
-from moec.targets.target import load_target
 
 from ..graph.ir import BlockInst, Graph
-from ..plan.chip import chip_limits
 from ..plan.plan import Plan
 from ..plan.variants import WAY_BACK
 from .arrays import chosen_variant
@@ -73,8 +70,6 @@ def constants(graph: Graph, plan: Plan, emissions: dict[str, Emission]) -> tuple
 
 
 def chip_text(plan: Plan) -> str:
-    """The target's limits as a literal; what is at its default is left out."""
-    limits = chip_limits(load_target(plan.target))
-    given = {field.name: getattr(limits, field.name) for field in fields(limits)}
-    inner = textwrap.wrap(", ".join(f"{name}={text(value)}" for name, value in given.items() if value), 104)
+    """The plan's limits as a literal; what is at its default is left out."""
+    inner = textwrap.wrap(", ".join(f"{name}={text(value)}" for name, value in plan.chip.items() if value), 104)
     return "ChipLimits(\n" + "\n".join(f"    {line}" for line in inner) + "\n)"

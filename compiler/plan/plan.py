@@ -228,6 +228,7 @@ class Plan(Frozen):
     estimates: dict[str, Estimate]
     candidates: tuple[Candidate, ...]
     compile_options: dict[str, str | bool]
+    chip: dict[str, int | tuple[str, ...]] = {}  # what kernels must respect: blocks.core.chip.ChipLimits
     traffic: Traffic | None = None
     breakdown: tuple[StepTerm, ...] = ()
     notes: tuple[str, ...] = ()  # assumptions behind the estimates

@@ -10,6 +10,7 @@ from moec.targets.target import Target, origins
 
 from ..graph.weights import block_state
 from ..spec.schema import Request
+from .chip import chip_limits
 from .cost import Message, OpCost, floor_seconds
 from .evaluate import GIB, Priced, Question
 from .memory import available_bytes, cache_pools, streamed_bytes
@@ -59,6 +60,7 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
         estimates=_estimates(question, chosen, loads[DECODE]),
         candidates=tuple(_candidate(one) for one in judged),
         compile_options=question.target.compile_options,
+        chip=vars(chip_limits(question.target)),
         traffic=Traffic(isl=workload.isl, osl=workload.osl, concurrency=workload.concurrency),
         breakdown=_breakdown(chosen),
         notes=_notes(question, chosen),

@@ -146,7 +146,7 @@ def test_large_sums_return_in_chunks() -> None:
     assert step.us == pytest.approx(sum(one.predicted_us for one in returns(plan, "mixed")), rel=1e-5)
     text = program_files(graph, plan)["model.py"]
     assert "y_TD = experts_to_ranks_grouped(" in text
-    assert "axes=DATA,\n            return_chunks=MOE_RETURN_CHUNKS[bucket]," in text
+    assert "axes=DATA, return_chunks=MOE_RETURN_CHUNKS[bucket]," in text
     assert 'MOE_RETURN_CHUNKS = {"decode": 1, "mixed": 4}  #' in text
     assert "reduce_scatter_tokens" not in text
 
@@ -203,3 +203,15 @@ def test_pinned_small_steps_are_planned() -> None:
     pins = ["plan.page_size=16", "plan.max_batched_tokens=23"]
     plan = make_plan(load("tiny/qwen3_5_moe", target="cpu", workload="tiny", overrides=pins))
     assert plan.estimates["max_sequences"].value > 1000
+
+
+def test_kernels_get_the_limits_the_plan_was_made_with() -> None:
+    """An overridden target decides refusals and stands in the program, not the shipped one."""
+    asked = ["target.vmem_mib=48"]
+    request = load("qwen3.5-397b-a17b", target="tpu7x:2x2x1", workload="decode_512x9216", overrides=asked)
+    plan = make_plan(request)
+    assert plan.chip["vmem_bytes"] == 48 * 2**20
+    assert "vmem_bytes=50331648" in program_files(request.graph, plan)["model.py"]
+    small = ["target.vmem_mib=1"]
+    tight = make_plan(load("qwen3.5-397b-a17b", target="tpu7x:2x2x1", workload="decode_512x9216", overrides=small))
+    assert not any(name.startswith("tpu_") for name in tight.variants.values())

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec a912a5398831487d, target f6af0bc1d71d60d5, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan a2e2d17f3c55bca3
+# Digests: spec a912a5398831487d, target 38dc76a100c7f16c, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan fbe86fd4a2487bbc
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -36,7 +36,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "a2e2d17f3c55bca3"  # sha256 of plan.json
+PLAN_DIGEST = "fbe86fd4a2487bbc"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -143,12 +143,7 @@ def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):
         y_TD, conv_pool, state_pool = gated_delta_fused(
-            h_TD,
-            w["gdn"],
-            conv_pool,
-            state_pool,
-            batch,
-            rows,
+            h_TD, w["gdn"], conv_pool, state_pool, batch, rows,
             pool_layer=layer,
             num_qk_heads=GDN_QK_HEADS,
             num_v_heads=GDN_V_HEADS,
@@ -157,9 +152,7 @@ def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
             conv_kernel=GDN_CONV,
             norm_eps=1e-06,
             norm_zero_centered=False,
-            chunk=GDN_CHUNK,
-            unroll=GDN_UNROLL,
-            chip=CHIP,
+            chunk=GDN_CHUNK, unroll=GDN_UNROLL, chip=CHIP,
             max_q=BUCKETS[bucket].max_q,
         )
     return y_TD, pools | {"gdn.conv": conv_pool, "gdn.state": state_pool}
@@ -173,9 +166,7 @@ def moe_block(h_TD, w, stack, rows, layer, bucket):
             w["moe"]["router"],
             valid_T=rows.valid,
             top_k=MOE_TOP_K,
-            route_tokens=MOE_ROUTE_TOKENS[bucket],
-            route_hidden=MOE_ROUTE_HIDDEN[bucket],
-            chip=CHIP,
+            route_tokens=MOE_ROUTE_TOKENS[bucket], route_hidden=MOE_ROUTE_HIDDEN[bucket], chip=CHIP,
         )
         h_AD = gather_tokens(h_TD, DATA)  # A: the tokens of all ranks
         index_AK, weight_AK = gather_routing_packed(packed_T2K, DATA)
@@ -189,13 +180,9 @@ def moe_block(h_TD, w, stack, rows, layer, bucket):
             {"w_gate": stack["w_gate_scale"], "w_up": stack["w_up_scale"], "w_down": stack["w_down_scale"]},
             layer=layer,
             first_expert=lax.axis_index(EXPERT) * MOE_EXPERTS,
-            block_rows=MOE_BLOCK_ROWS[bucket],
-            inner_tile=MOE_INNER_TILE,
-            combine_tokens=MOE_COMBINE_TOKENS[bucket],
-            stream_rows=MOE_STREAM_ROWS[bucket],
-            chip=CHIP,
-            axes=DATA,
-            return_chunks=MOE_RETURN_CHUNKS[bucket],
+            block_rows=MOE_BLOCK_ROWS[bucket], inner_tile=MOE_INNER_TILE,
+            combine_tokens=MOE_COMBINE_TOKENS[bucket], stream_rows=MOE_STREAM_ROWS[bucket], chip=CHIP,
+            axes=DATA, return_chunks=MOE_RETURN_CHUNKS[bucket],
         )
         s_TD = shared_expert(h_TD, w["moe"], gate="sigmoid")
         y_TD = (y_TD + s_TD).astype(h_TD.dtype)
@@ -207,11 +194,7 @@ def gqa_block(h_TD, w, pools, batch, rows, layer, bucket):
     kv_pool = pools["gqa.kv"]
     with jax.named_scope("gqa"):
         y_TD, kv_pool = attention_ragged(
-            h_TD,
-            w["gqa"],
-            kv_pool,
-            batch,
-            rows,
+            h_TD, w["gqa"], kv_pool, batch, rows,
             pool_layer=layer,
             num_pages=kv_pool.shape[0] // GQA_LAYERS,
             num_q_heads=GQA_Q_HEADS,
@@ -223,12 +206,8 @@ def gqa_block(h_TD, w, pools, batch, rows, layer, bucket):
             norm_zero_centered=True,
             scale=GQA_HEAD_DIM**-0.5,
             output_gate="sigmoid",
-            q_block=GQA_Q_BLOCK,
-            kv_block=GQA_KV_BLOCK,
-            decode_block=GQA_DECODE_BLOCK,
-            decode_tail=GQA_DECODE_TAIL,
-            decode_slots=GQA_DECODE_SLOTS,
-            chip=CHIP,
+            q_block=GQA_Q_BLOCK, kv_block=GQA_KV_BLOCK, decode_block=GQA_DECODE_BLOCK,
+            decode_tail=GQA_DECODE_TAIL, decode_slots=GQA_DECODE_SLOTS, chip=CHIP,
             max_q=BUCKETS[bucket].max_q,
         )
     return y_TD, pools | {"gqa.kv": kv_pool}

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
-# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 62bf38ea1541244d
+# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan bfc11951249ff043
 """tiny_qwen3_5_moe on cpu: 4 layers, attention DP1, experts EP1.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -34,7 +34,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "62bf38ea1541244d"  # sha256 of plan.json
+PLAN_DIGEST = "bfc11951249ff043"  # sha256 of plan.json
 
 MESH_AXES = {"data": 1}  # 1 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -126,12 +126,7 @@ def gdn_block(h_TD, w, pools, batch, rows, layer, bucket):
     state_pool = pools["gdn.state"]
     with jax.named_scope("gdn"):
         y_TD, conv_pool, state_pool = gated_delta(
-            h_TD,
-            w["gdn"],
-            conv_pool,
-            state_pool,
-            batch,
-            rows,
+            h_TD, w["gdn"], conv_pool, state_pool, batch, rows,
             pool_layer=layer,
             num_qk_heads=GDN_QK_HEADS,
             num_v_heads=GDN_V_HEADS,
@@ -173,11 +168,7 @@ def gqa_block(h_TD, w, kv_pool, batch, rows, layer, bucket):
     """4 query heads on 2 key/value heads of 16."""
     with jax.named_scope("gqa"):
         y_TD, new_kv_TC = attention(
-            h_TD,
-            w["gqa"],
-            kv_pool,
-            batch,
-            rows,
+            h_TD, w["gqa"], kv_pool, batch, rows,
             pool_layer=layer,
             num_pages=kv_pool.shape[0] // GQA_LAYERS,
             num_q_heads=GQA_Q_HEADS,
@@ -189,8 +180,7 @@ def gqa_block(h_TD, w, kv_pool, batch, rows, layer, bucket):
             norm_zero_centered=True,
             scale=GQA_HEAD_DIM**-0.5,
             output_gate="sigmoid",
-            q_block=GQA_Q_BLOCK,
-            kv_block=GQA_KV_BLOCK,
+            q_block=GQA_Q_BLOCK, kv_block=GQA_KV_BLOCK,
             max_q=BUCKETS[bucket].max_q,
         )
     return y_TD, new_kv_TC
