@@ -1,14 +1,34 @@
-"""Ragged batches for the block tests: decode rows, prefill rows and padding with random pages and slots."""
+"""Ragged batches for the block tests (decode rows, prefill rows, padding), and callbacks at a bearable price."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import callback as jax_callback
 
 from moec.blocks.core.batch import Batch, Sampling
 
 MakeBatch = Callable[..., Batch]
+
+
+def pass_numpy() -> None:
+    """Have io_callback hand its arguments over as they arrive, as NumPy arrays.
+
+    jax 0.10.2 first puts each of them (of the interpreter's: ten or so integers) on a device: 2 ms of every callback,
+    four fifths of what a kernel takes in the interpreter. Nothing it computes depends on it. The name is private to
+    jax; where it is gone this fails, and the tests only need more time without it.
+    """
+    assert callable(jax_callback.io_callback_impl)
+    jax_callback.io_callback_impl = _call
+
+
+def _call(*args: Any, callback: Callable[..., Any], **_: Any) -> list[np.ndarray]:
+    return [np.asarray(value) for value in callback(*map(np.asarray, args))]
+
+
+pass_numpy()
 
 
 @pytest.fixture(scope="session")

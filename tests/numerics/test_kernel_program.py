@@ -43,6 +43,7 @@ def kernels(plan: Plan) -> dict[str, str]:
 def run(folder: Path) -> dict[str, float]:
     """One prefill chunk and NEW decode steps on each of eight ranks: the largest errors."""
     import jax
+    from conftest import pass_numpy
     from jax.experimental.pallas import tpu as pltpu
 
     from moec.compiler.verify.numerics import compare
@@ -52,6 +53,7 @@ def run(folder: Path) -> dict[str, float]:
     from moec.runtime.score import trace
     from moec.runtime.weights import load_weights
 
+    pass_numpy()
     graph, _ = asked()
     write_random_checkpoint(graph, folder, seed=0)
     program = load_program(folder / "program")

@@ -38,8 +38,10 @@ def test_reference_is_causal(oracle_dirs: dict[str, Path]) -> None:
     graph = graph_of("qwen3_5_moe")
     weight_of = checkpoint_weights(graph, oracle_dirs["qwen3_5_moe"])
     ids = list(range(3, 15))
-    whole, prefix = forward(graph, weight_of, ids), forward(graph, weight_of, ids[:5])
-    np.testing.assert_allclose(whole.hidden[:, :5], prefix.hidden, atol=1e-6)
+    # Of one length: a product of other shapes sums in another order on some CPUs.
+    one, other = (forward(graph, weight_of, ids[:5] + rest) for rest in (ids[5:], ids[:4:-1]))
+    np.testing.assert_array_equal(one.hidden[:, :5], other.hidden[:, :5])
+    assert not np.array_equal(one.hidden[:, 5:], other.hidden[:, 5:])
 
 
 @pytest.mark.parametrize("name", TINY)
