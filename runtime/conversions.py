@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator
 import ml_dtypes
 import numpy as np
 
-from moec.blocks.core.array_info import SCALED
-
 from .checkpoint import Checkpoint, Stored
 from .convert import FLOAT8
 from .packed import EXACT_IN, side_tensors
@@ -15,11 +13,17 @@ from .resolve import Piece, Target, keeps_bits
 NAMED = 4  # weights that a line names
 
 
-def lossy_conversions(targets: Iterable[Target], checkpoint: Checkpoint) -> list[str]:
-    """`quantised to float8_e4m3fn (...): 12 tensors stored as bfloat16 (moe.w_up, moe.w_down)`, and the like."""
+Block = tuple[int, int] | None  # rows, columns under one scale
+
+
+def lossy_conversions(targets: Iterable[Target], checkpoint: Checkpoint, block: Block) -> list[str]:
+    """`quantised to float8_e4m3fn (...): 12 tensors stored as bfloat16 (moe.w_up, moe.w_down)`, and the like.
+
+    block: that of stored float8 tensors.
+    """
     found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for target, piece, stored in _uses(targets, checkpoint):
-        if loss := _loss(target, piece, stored, checkpoint):
+        if loss := _loss(target, piece, stored, checkpoint, block):
             tensors, weights = found.setdefault(loss, ({}, {}))
             tensors[stored.name] = weights[".".join(target.path[-2:])] = None
     return [
@@ -35,17 +39,18 @@ def _uses(targets: Iterable[Target], checkpoint: Checkpoint) -> Iterator[tuple[T
                 yield target, piece, checkpoint.tensors[name]
 
 
-def _loss(target: Target, piece: Piece, stored: Stored, checkpoint: Checkpoint) -> tuple[str, str] | None:
+def _loss(target: Target, piece: Piece, stored: Stored, checkpoint: Checkpoint, block: Block) -> tuple[str, str] | None:
     """(what is done to the values, what they are stored as) when that loses bits."""
     dtype = piece.packed or stored.dtype.name
     if target.scale is None:
         # Float8 comes with scales: the products are float32.
         exact_in = EXACT_IN[piece.packed] if piece.packed else "float32" if dtype in FLOAT8 else dtype
         return None if _holds(target.info.dtype, exact_in) else (f"rounded to {target.info.dtype}", dtype)
-    if not keeps_bits(stored, piece, target):
-        block = SCALED[target.info.dtype]
-        how = f"one scale per {block.rows} x {block.columns} block"
-        return f"quantised to {target.info.dtype} ({how})", dtype
+    if not keeps_bits(stored, piece, target, block):
+        stored_as = f"{dtype}, one per {block[0]} x {block[1]}" if dtype in FLOAT8 and block else dtype
+        how = "one scale per {} x {} block".format(*target.block)
+        again = "re" if dtype == target.info.dtype else ""
+        return f"{again}quantised to {target.info.dtype} ({how})", stored_as
     return _scale_loss(target, piece, stored, checkpoint) if piece.packed else None
 
 

@@ -132,6 +132,12 @@ def scale_ops(ops: tuple[Op, ...], shape: tuple[int, ...], block: tuple[int, int
     return tuple(found)
 
 
+def turned(ops: tuple[Op, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) of a stored block after the ops."""
+    rows, columns = block
+    return (columns, rows) if sum(op == ("transpose",) for op in ops) % 2 else block
+
+
 def dequantize(q: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """[..., rows, columns] in 8 or 4 bits times the scale of its block, float32."""
     # At most 256 possible values: a table is several times faster than the cast.

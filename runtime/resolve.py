@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from moec.blocks.core.array_info import PACKED, ArrayInfo, Op, Source
+from moec.blocks.core.array_info import PACKED, SCALED, ArrayInfo, Op, Source
 
 from .checkpoint import INDEX, Checkpoint, Stored, named
-from .convert import FLOAT8, FLOATS, extent_of, scale_ops, scale_shape, squeeze, stored_rank, stored_shape
+from .convert import FLOAT8, FLOATS, extent_of, scale_ops, scale_shape, squeeze, stored_rank, stored_shape, turned
 from .packed import scale_block, scale_dtypes, side_tensors, words_shape
 from .program import Loadable
 
@@ -44,6 +44,12 @@ class Target:
     @property
     def label(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) of the weight [in, out] under one of its scales."""
+        own = SCALED[self.info.dtype]
+        return (self.scale and self.scale.block) or (own.rows, own.columns)
 
 
 @dataclass(frozen=True)
@@ -237,14 +243,21 @@ def _scale_problems(
     if squeeze(scale.shape, len(expected)) != expected and scale.shape != expected:
         yield f"{name}: shape {list(scale.shape)}, expected {list(expected)}"
     for use in uses:
-        if keeps_bits(stored, use.piece, use.target) and scale_ops(use.ops, shape, program.SCALE_BLOCK) is None:
+        kept = keeps_bits(stored, use.piece, use.target, program.SCALE_BLOCK)
+        if kept and scale_ops(use.ops, shape, program.SCALE_BLOCK) is None:
             yield f"{stored.name}: {use.target.label} would cut through its {program.SCALE_BLOCK} scale blocks"
 
 
-def keeps_bits(stored: Stored, piece: Piece, target: Target) -> bool:
-    """Whether a weight takes over the stored float8 or 4-bit values and scales as they are."""
-    dtype = PACKED[piece.packed].dtype if piece.packed else stored.dtype.name
-    return target.scale is not None and dtype == target.info.dtype
+def keeps_bits(stored: Stored, piece: Piece, target: Target, block: tuple[int, int] | None) -> bool:
+    """Whether a weight takes over the stored float8 or 4-bit values and scales as they are.
+
+    block: of stored float8 tensors. 4-bit formats and weights in them have the same.
+    """
+    if target.scale is None:
+        return False
+    if piece.packed:
+        return PACKED[piece.packed].dtype == target.info.dtype
+    return stored.dtype.name == target.info.dtype and turned(piece.ops, block or (1, 1)) == target.block
 
 
 def _surplus(program: Loadable, checkpoint: Checkpoint, known: set[str]) -> list[str]:

@@ -15,16 +15,17 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from moec.blocks.core.array_info import ArrayInfo, Op
+from moec.blocks.core.array_info import SCALED, Op
 from moec.blocks.core.quant import quantize_on_host
 
 from .checkpoint import Checkpoint
 from .conversions import lossy_conversions
-from .convert import FLOAT8, apply_ops, copy_into, dequantize, scale_ops, squeeze, stored_rank
+from .convert import FLOAT8, apply_ops, copy_into, dequantize, scale_ops, squeeze, stored_rank, turned
 from .errors import CheckpointError
 from .packed import scale_block, side_tensors, unpack, unpack_scales
 from .placement import DeviceFill, HostFill, fill_of, sharding_of
 from .program import Program
+from .requantise import E4M3, RoundingError, requantise, rounding_error
 from .resolve import Path as TreePath
 from .resolve import Piece, Target, layer_shape, resolve, scale_path
 
@@ -112,26 +113,31 @@ def load_weights(
 ) -> dict[str, Any]:
     """The program's weight tree on the mesh. Raises one CheckpointError that names every wrong tensor.
 
-    on_note: takes a line per kind of conversion that loses bits (weights quantised or rounded).
+    on_note: takes a line per kind of conversion that loses bits (weights quantised or rounded), and one per weight that
+    was rounded to float8, with the error.
     """
     checkpoint = Checkpoint(directory)
     targets, problems = resolve(program, checkpoint)
     if problems:
         raise CheckpointError(problems)
-    for line in lossy_conversions(targets, checkpoint):
-        on_note(f"loading {checkpoint.directory.name}: {line}")
+    place = f"loading {checkpoint.directory.name}: "
+    for line in lossy_conversions(targets, checkpoint, program.SCALE_BLOCK):
+        on_note(place + line)
     reader = _Reader(checkpoint, program.SCALE_SUFFIX, program.SCALE_BLOCK or (1, 1))
     total, done, tree = sum(_layer_bytes(t) * len(t.pieces) for t in targets), 0, dict[str, Any]()
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         for target in targets:
             fills = _fills(program, mesh, target, whole_bytes)
+            error = RoundingError()
             for index, piece in enumerate(target.pieces):
-                _load_layer(reader, pool, target, piece, [fill.layer(index) for fill in fills.values()])
+                error += _load_layer(reader, pool, target, piece, [fill.layer(index) for fill in fills.values()])
                 for fill in fills.values():
                     fill.commit(index)
                 done += _layer_bytes(target)
                 if progress:
                     progress(target.label, done, total)
+            if error.values:
+                on_note(f"{place}{target.label} in {target.info.dtype}: {error}")
             for path, fill in fills.items():
                 _insert(tree, path, fill.result())
     return tree
@@ -156,21 +162,24 @@ def _insert(tree: dict[str, Any], path: TreePath, array: Array) -> None:
     tree[path[-1]] = array
 
 
-def _load_layer(reader: _Reader, pool: Executor, target: Target, piece: Piece, out: list[np.ndarray]) -> None:
-    """Fill one layer's buffers: [values] or [quantised values, block scales]; experts side by side."""
+def _load_layer(reader: _Reader, pool: Executor, target: Target, piece: Piece, out: list[np.ndarray]) -> RoundingError:
+    """Fill one layer's buffers: [values] or [quantised values, block scales]; experts side by side.
+
+    Returns what rounding to float8 moved, nothing where bits are kept or the dtype is another.
+    """
     rank = len(layer_shape(target.info)) - int(piece.per_expert)
 
-    def load(part: tuple[Any, _Stored, tuple[Op, ...]]) -> None:
+    def load(part: tuple[Any, _Stored, tuple[Op, ...]]) -> RoundingError:
         entry, stored, ops = part
         if target.scale is None:
             copy_into(out[0][entry], apply_ops(stored.unpacked().floats(), ops))
-        else:
-            q, scale = _quantised(stored.unpacked(), ops, target.info)
-            copy_into(out[0][entry], q)
-            out[1][entry] = scale
+            return RoundingError()
+        q, scale, error = _quantised(stored.unpacked(), ops, target)
+        copy_into(out[0][entry], q)
+        out[1][entry] = scale
+        return error
 
-    for _ in pool.map(load, _parts(reader, piece, rank)):
-        pass
+    return sum(pool.map(load, _parts(reader, piece, rank)), RoundingError())
 
 
 def _parts(reader: _Reader, piece: Piece, rank: int) -> Iterator[tuple[Any, _Stored, tuple[Op, ...]]]:
@@ -195,13 +204,40 @@ def _within_matrix(ops: tuple[Op, ...]) -> bool:
     return all(op[0] == "transpose" or (op[0] != "stack" and op[1] in (-1, -2)) for op in ops)
 
 
-def _quantised(stored: _Stored, ops: tuple[Op, ...], info: ArrayInfo) -> tuple[np.ndarray, np.ndarray]:
-    """(values, block scales): taken over as stored, or quantised blockwise from floats."""
-    if stored.scales is not None and stored.words.dtype == np.dtype(info.dtype):
+def _quantised(stored: _Stored, ops: tuple[Op, ...], target: Target) -> tuple[np.ndarray, np.ndarray, RoundingError]:
+    """(values, block scales, error): taken over as stored, requantised from blocks of scales, or from floats."""
+    dtype, block = target.info.dtype, target.block
+    if stored.scales is not None and stored.words.dtype == np.dtype(dtype):
         on_scales = scale_ops(ops, stored.words.shape, stored.block)
-        assert on_scales is not None  # resolve refuses cuts through a block
-        return apply_ops(stored.words, ops), apply_ops(stored.scales, on_scales)
-    return quantize_on_host(apply_ops(stored.floats(), ops).astype(np.float32), info.dtype)
+        if turned(ops, stored.block) == block:
+            assert on_scales is not None  # resolve refuses cuts through a block
+            return apply_ops(stored.words, ops), apply_ops(stored.scales, on_scales), RoundingError()
+        if on_scales is not None and _divides(stored, ops, block):
+            return _requantised(stored, ops, on_scales, block[0])
+    w = apply_ops(stored.floats(), ops).astype(np.float32)
+    q, scale = quantize_on_host(w, dtype, replace(SCALED[dtype], rows=block[0], columns=block[1]))
+    return q, scale, rounding_error(w, q, scale, block[0]) if q.dtype == E4M3 else RoundingError()
+
+
+def _divides(stored: _Stored, ops: tuple[Op, ...], block: tuple[int, int]) -> bool:
+    """Whether one matrix's wider blocks hold whole stored ones, and the matrix whole blocks."""
+    small, whole = turned(ops, stored.block), apply_ops(stored.words, ops).shape
+    pairs = zip(whole[-2:], block, small, strict=True)
+    return len(whole) == 2 and all(size % wide == 0 and wide % own == 0 for size, wide, own in pairs)
+
+
+def _requantised(
+    stored: _Stored, ops: tuple[Op, ...], on_scales: tuple[Op, ...], edge: int
+) -> tuple[np.ndarray, np.ndarray, RoundingError]:
+    """In the order in which values are stored, so that memory is read in lines; a square turned is the same."""
+    assert stored.scales is not None
+    flip = ops[-1:] == (("transpose",),)
+    if flip:
+        ops, on_scales = ops[:-1], on_scales[:-1]
+    q, scale, error = requantise(
+        apply_ops(stored.words, ops), apply_ops(stored.scales, on_scales), turned(ops, stored.block), edge
+    )
+    return (q.T, scale.T, error) if flip else (q, scale, error)
 
 
 __all__ = ["Checkpoint", "OnNote", "Progress", "load_weights"]

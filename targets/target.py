@@ -120,12 +120,20 @@ class CoreLink(Frozen):
 
 
 class SparseCores(Frozen):
-    """Offload cores per device."""
+    """Offload cores per device.
+
+    device_kind, device_cores: what jax calls such a device and how many TensorCores it has, which kernels for these
+    cores are traced for. clock_ghz: of a subcore, one bundle per cycle. launch_us: until a kernel's first bundle.
+    """
 
     num: Value
     subcores: Value
     lanes: Value
     vmem_kib: Value
+    device_kind: str
+    device_cores: Count
+    clock_ghz: Rate
+    launch_us: Value
 
 
 class Rows(Frozen):
@@ -195,8 +203,8 @@ class Topology(Frozen):
     def _fill_dims(cls, chips: int, info: ValidationInfo) -> int:
         dims = info.data.get("dims", (chips,))
         if chips != prod(dims):
-            facts = {"dims": " x ".join(map(str, dims)), "chips": prod(dims)}
-            raise PydanticCustomError("chips", "dims {dims} are {chips} chips", facts)
+            facts = {"dims": " x ".join(map(str, dims)), "chips": prod(dims), "given": chips}
+            raise PydanticCustomError("chips", "dims {dims} are {chips} chips, not num_chips={given}", facts)
         return chips
 
 
@@ -225,8 +233,9 @@ class Target(Frozen):
     gemm: Curve
     gemm_dtype: str
     rows: Rows
-    clock_ghz: Value | None = None
+    clock_ghz: Rate | None = None
     vmem_mib: Value | None = None
+    smem_kib: Value | None = None
     sparse_cores: SparseCores | None = None
     tiling: Tiling
     ici: ChipLink
@@ -254,7 +263,8 @@ class Target(Frozen):
         shape = info.data.get("topology")
         if shape and cores.value * shape.num_chips != shape.num_devices:
             facts = {"name": shape.name, "devices": shape.num_devices, "chips": shape.num_chips}
-            text = "{name} has {devices} devices on {chips} chips, which the devices of a chip must fill"
+            facts["cores"] = f"{cores.value:g}"
+            text = "{name} has {devices} devices on {chips} chips, which {cores} per chip do not fill"
             raise PydanticCustomError("devices", text, facts)
         return cores
 
@@ -348,10 +358,10 @@ def read_topologies(chip: str) -> dict[str, Any]:
     return _read(HERE / chip / "topologies.yaml")
 
 
-def read_tuned(chip: str, variant: str) -> dict[str, Any]:
-    """Tuned tiles of a kernel variant (`<block>.<variant>`) by shape; {} where none are (format: tuned/README.md)."""
-    path = HERE / chip / "tuned" / f"{variant}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["entries"] if path.is_file() else {}
+def read_tuned(chip: str) -> dict[str, Any]:
+    """Tuned tiles of a chip by kernel (`<block>.<variant>`); {} where none are (format: tuned/README.md)."""
+    paths = sorted((HERE / chip / "tuned").glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def load_target(name: str) -> Target:

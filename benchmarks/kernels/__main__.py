@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moec.compiler.verify.bundles import Node, static
-from moec.targets.target import load_target, parse_name, read_topologies
+from moec.targets.target import load_target
 
+from .asked import canonical, problems_of
 from .case import Case
 from .measure import FRAME, ROOT, Result, document, find_cases, measure, reread, stale
 from .record import bar_text, entries_of, is_peer, record
@@ -28,12 +29,13 @@ Found = dict[str, tuple[str, Case]]
 def main(words: list[str]) -> int:
     """Measure the asked cases, print them, 1 if one neither compiled nor was refused."""
     args = _parser().parse_args(words)
-    try:
-        target = _target(args.target)
-        found = _chosen(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    found = _chosen(args)
+    if problems := problems_of(args, found):
+        print(*problems, sep="\n", file=sys.stderr)
+        if args.json:
+            print(json.dumps({"problems": [vars(problem) for problem in problems]}, indent=1))
         return EXIT_BAD_INPUT
+    target = canonical(args.target)
     if args.tune:
         from .tune import tune
 
@@ -54,7 +56,7 @@ def _cases(found: Found) -> dict[str, Case]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="moec bench kernels", description=__doc__, allow_abbrev=False)
     parser.add_argument("--case", metavar="NAME", action="append", help="only this case; repeatable")
     parser.add_argument("--target", default="tpu7x:2x2x1", help="machine (tpu7x:2x2x1)")
     parser.add_argument("--peers", metavar="DIR", type=Path, help="also the peers' kernels, from checkouts below DIR")
@@ -62,30 +64,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loops", action="store_true", help="print each module's loops and conditional regions")
     parser.add_argument("--tune", action="store_true", help="try the cases' tile grids and write targets/<chip>/tuned")
     parser.add_argument("--record", action="store_true", help="keep the numbers in results/")
-    parser.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds per case (600)")
+    parser.add_argument("--timeout", metavar="S", type=_seconds, default=600.0, help="seconds per case (600)")
     parser.add_argument("--keep-dumps", metavar="DIR", type=Path, help="leave the bundles in DIR/CASE")
     parser.add_argument("--reread", metavar="DIR", type=Path, help="no compiling for what --keep-dumps DIR has")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 
-def _target(name: str) -> str:
-    """The canonical name of a TPU."""
-    chip, topology = parse_name(name)
-    target = read_topologies(chip)[topology]["name"]
-    if load_target(target).platform != "tpu":
-        raise ValueError(f"{name} is no TPU: kernels are compiled for TPUs, e.g. tpu7x:2x2x1")
-    return target
+def _seconds(text: str) -> float | str:
+    """The number, or the text of none: problems_of says so with whatever else is wrong."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _chosen(args: argparse.Namespace) -> Found:
     ours, peers = find_cases("cases"), find_cases("peers")
     if args.case:
         every = {**ours, **peers}
-        unknown = [name for name in args.case if name not in every]
-        if unknown:
-            raise ValueError(f"no case {', '.join(unknown)}; cases: {', '.join(every)}")
-        return {name: every[name] for name in args.case}
+        return {name: every[name] for name in args.case if name in every}
     baselines = {name: entry for name, entry in peers.items() if entry[1].variant == "xla"}
     others = {name: entry for name, entry in peers.items() if entry[1].variant != "xla"}
     return {**ours, **(baselines if args.xla or args.peers else {}), **(others if args.peers else {})}

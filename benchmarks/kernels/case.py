@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 
 from moec.blocks.core.chip import ChipLimits
 
+Tiles = Mapping[str, int]
 Trips = Mapping[str, Mapping[str, float]]
 
 
@@ -30,13 +31,14 @@ class Case:
 
     build(chip, mesh, tiles) returns the function to jit; it is called in the worker process only. mesh has no devices.
     args: one pytree of Arg per argument of that function. unit, units: what one call works on, e.g.
-    ("sequence", 64). floor_bytes: HBM bytes one device must read and write per call.
+    ("sequence", 64). floor_bytes: HBM bytes one device must read and write per call. trips: a case with a grid computes
+    them of its tiles.
     """
 
     name: str
     block: str
     variant: str
-    build: Callable[[ChipLimits, AbstractMesh, Mapping[str, int]], Callable[..., Any]]
+    build: Callable[[ChipLimits, AbstractMesh, Tiles], Callable[..., Any]]
     args: tuple[Any, ...]
     unit: str
     units: float
@@ -46,10 +48,14 @@ class Case:
     knows_chip: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()
-    trips: Trips = field(default_factory=dict)
-    tiles: Mapping[str, int] = field(default_factory=dict)
+    trips: Trips | Callable[[Tiles], Trips] = field(default_factory=dict)
+    tiles: Tiles = field(default_factory=dict)
     grid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shape: str = ""
     peer: str = ""
     bar: float | None = None
     limit_s: float = 60.0
+
+    def trips_at(self, tiles: Tiles) -> Trips:
+        """Average trips of dynamic loops by module and node, with these tiles."""
+        return self.trips(tiles) if callable(self.trips) else self.trips

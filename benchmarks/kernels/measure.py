@@ -15,7 +15,7 @@ from typing import Any
 
 from moec.compiler.verify.bundles import Counts, Executed, Node, executed, modules, parse, static
 
-from .case import Case
+from .case import Case, Trips
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -86,7 +86,7 @@ class Result:
 def stale(case: Case, result: Result) -> tuple[str, ...]:
     """Entries of `trips` that name no module, or no node of it: the kernel or the compiler changed."""
     found = []
-    for pattern, given in case.trips.items():
+    for pattern, given in case.trips_at(result.tiles).items():
         trees = [m.tree for m in result.modules if _matches(pattern, m.name)]
         paths = {node.path for tree in trees for node in tree.walk()}
         found += [f"{pattern}/{path}" for path in given if path != "*" and path not in paths]
@@ -132,7 +132,7 @@ def reread(case: Case, target: str, dumps: Path) -> Result | None:
 def _result(case: Case, target: str, tiles: Mapping[str, int], dump: Path) -> Result:
     answer = json.loads((dump / ANSWER).read_text())
     programs = modules(dump) if answer["outcome"] == "compiled" else []
-    found = tuple(_read(case, name, file) for name, file in programs)
+    found = tuple(_read(case, case.trips_at(tiles), name, file) for name, file in programs)
     offloaded = _sparsecore((dump / SPARSECORE).glob("*_bundles.txt"))
     return Result(case=case.name, target=target, tiles=tiles, modules=found, sparsecore=offloaded, **answer)
 
@@ -186,10 +186,10 @@ def worker_environment(dump: Path, peers: Path | None = None) -> dict[str, str]:
     }
 
 
-def _read(case: Case, name: str, file: Path) -> Module:
+def _read(case: Case, given_trips: Trips, name: str, file: Path) -> Module:
     tree = parse(file.read_text())
     trips: dict[str, float] = {}
-    for pattern, given in case.trips.items():
+    for pattern, given in given_trips.items():
         if _matches(pattern, name):
             trips |= given
     counted = any(_matches(p, name) for p in case.kernels) if case.kernels else name not in FRAME

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moec.targets.target import load_target
+
 from .case import Case
 from .measure import HERE, Result
 
@@ -121,7 +123,7 @@ def _entry(case: Case, result: Result) -> dict[str, Any]:
         "vmem_bytes": result.vmem_bytes,
         "lower_s": round(result.lower_s, 1),
         "compile_cpu_s": round(result.compile_cpu_s, 1),
-        "floor_us": round(case.floor_bytes / 3.69e6, 3),
+        "floor_us": round(case.floor_bytes / load_target(result.target).hbm_gbps.value / 1e3, 3),
         "kernels": sorted(m.name for m in result.modules if m.counted),
         "unknown_loops": list(result.unknown),
     }

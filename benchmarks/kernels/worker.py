@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.program import abstract_mesh
+from moec.compiler.plan.chip import chip_limits
 from moec.targets.target import Target, load_target
 
 from .case import Arg, Case, Refused
@@ -80,23 +80,6 @@ def device_mesh(target: Target, devices: str) -> Mesh:
     if devices == "all":
         return topologies.make_mesh(described, (target.num_devices,), (AXIS,))
     return Mesh(np.array(described.devices)[:1], (AXIS,))
-
-
-def chip_limits(target: Target) -> ChipLimits:
-    """What the plan hands to kernels, from the target's data."""
-    cores = target.sparse_cores
-    assert target.vmem_mib is not None, f"{target.name} states no vector memory"
-    return ChipLimits(
-        vmem_bytes=int(target.vmem_mib.value * 2**20),
-        lanes=target.tiling.lanes,
-        sublanes=target.tiling.sublanes,
-        mxu_dtypes=target.matrix_dtypes(),
-        sparse_cores=int(cores.num.value) if cores else 0,
-        sc_subcores=int(cores.subcores.value) if cores else 0,
-        sc_lanes=int(cores.lanes.value) if cores else 0,
-        sc_vmem_bytes=int(cores.vmem_kib.value * 1024) if cores else 0,
-        cores_per_chip=target.cores,
-    )
 
 
 def versions() -> dict[str, str]:

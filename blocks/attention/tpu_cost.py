@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import ceil, lcm
 
 from ..core.declare import ModelDims
-from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, prefetched
+from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, off_steps, prefetched, tuned_key
 from . import cost
 from .block import Fields, reach, value_dim
 
@@ -26,9 +26,11 @@ _SCORE_OPS = 9
 _RING_SHARE = 4
 # What the compiler takes beside the declared buffers: spills and its own scratch.
 _SPARE_BYTES = 2 << 20
-# 1 MiB of scalar memory, less what the compiler and the other scalars take.
-_TABLE_BYTES = 896 << 10
+# Scalar memory that is left to the compiler and to scalars other than the page table.
+_SMEM_SPARE = 128 << 10
 _ACTIVATIONS, _CACHES = ("bfloat16", "float32"), ("bfloat16", "float32", "float8_e4m3fn")
+# What decides tiles, of one device. reach: keys a query sees at most, or "all".
+TUNED_BY = ("rows", "q_heads", "kv_heads", "head_dim", "page", "kv", "reach")
 # cost.py's terms of what is done otherwise here.
 _REPLACED = ("attend decode", "attend prefill", "write cache")
 
@@ -41,8 +43,16 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 
 def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
-    """Tiles, the same in every bucket: they follow from the page size, the cache's rows and what a query sees."""
-    return _tiles(fields, next(iter(loads.values())))
+    """Tiles, the same in every bucket: they follow from the page size, the cache's rows and what a query sees.
+
+    Only a step smaller than a work item has smaller items: the largest step decides.
+    """
+    return _tiles(fields, max(loads.values(), key=lambda load: load.tokens))
+
+
+def kernels(tiles: Mapping[str, int], *, prefills: bool) -> dict[str, int]:
+    """Launches of one layer by kernel, named up to its sizes. prefills: the bucket takes rows of several tokens."""
+    return {"rpa_decode": 1, "rpa_prefill": 1} if prefills else {"rpa_decode": 1}
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -71,13 +81,23 @@ def refuse(fields: Fields, dims: ModelDims, load: Load) -> list[str]:
         found.append(
             f"page size {page_size}: the kernels take multiples of {tile} with a cache in {load.dtypes.kv}, whole tiles"
         )
-    table = 4 * load.seqs * ceil(max(load.decode_longest, load.prefill_context) / page_size)
-    if table > _TABLE_BYTES:
+    if load.table_bytes > (held := chip.smem_bytes - _SMEM_SPARE):
         found.append(
-            f"page tables of {table} bytes: the kernels hold {_TABLE_BYTES} in scalar memory; larger pages need fewer"
+            f"page tables of {load.table_bytes} bytes: the kernels hold {held} in scalar memory; larger pages need less"
         )
+    found = found or _refuse_tiles(fields, load)
     if not found and (needed := vmem_bytes(fields, dims, load)) > chip.vmem_bytes:
         found.append(f"{needed} bytes of vector memory: the chip has {chip.vmem_bytes}")
+    return found
+
+
+def _refuse_tiles(fields: Fields, load: Load) -> list[str]:
+    """Why the kernels do not take their tiles; own ones they do."""
+    tiles, unit = _tiles(fields, load), lcm(load.page_size, load.chip.lanes)
+    steps = {"q_block": _q_tile(fields, load), "kv_block": unit, "decode_tail": lcm(_tile_rows(load), load.chip.lanes)}
+    found = off_steps(tiles, {**steps, "decode_block": lcm(unit, max(tiles["decode_tail"], 1))})
+    if (slots := tiles["decode_slots"]) < 4 or slots & (slots - 1):
+        found.append(f"decode_slots {slots}: the kernel takes powers of two from 4 on")
     return found
 
 
@@ -88,9 +108,21 @@ def vmem_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
 
 
 def shape_key(fields: Fields, dims: ModelDims, load: Load) -> str:
-    """What decides the decode tiles: local heads, head_dim, page size, cache dtype."""
-    heads = fields.num_q_heads // load.degrees.tp
-    return f"{heads}x{_kv_heads(fields, load)}x{fields.head_dim}x{load.page_size}x{load.dtypes.kv}"
+    """What tuned tiles are kept by."""
+    return _key(fields, load)
+
+
+def _key(fields: Fields, load: Load) -> str:
+    return tuned_key(
+        TUNED_BY,
+        rows=load.seqs,
+        q_heads=fields.num_q_heads // load.degrees.tp,
+        kv_heads=_kv_heads(fields, load),
+        head_dim=fields.head_dim,
+        page=load.page_size,
+        kv=load.dtypes.kv,
+        reach=reach(fields) or "all",
+    )
 
 
 def _kv_heads(fields: Fields, load: Load) -> int:
@@ -129,6 +161,12 @@ def _operand(load: Load) -> int:
     return 4 if "float32" in (load.dtypes.activation, load.dtypes.kv) else 2
 
 
+def _q_tile(fields: Fields, load: Load) -> int:
+    """Tokens of a chunk whose queries are multiplied together."""
+    group = _group(fields, load, load.chip.sublanes * 4 // itemsize(load.dtypes.activation))
+    return max(_QUERY_ROWS // group, 1)
+
+
 def _tiles(fields: Fields, load: Load) -> dict[str, int]:
     page, lanes, row = load.page_size, load.chip.lanes, _row_bytes(fields, load)
     unit = lcm(page, lanes)  # whole pages, whole registers of scores
@@ -138,14 +176,15 @@ def _tiles(fields: Fields, load: Load) -> dict[str, int]:
         keys = min(keys, seen + page)
     block = max(keys // unit, 1) * unit
     tail = next(size for size in (_TAIL, lanes) if block % size == 0)
-    kv_block = max(_KV_BLOCK // unit, 1) * unit
-    return {
-        "q_block": _Q_BLOCK,
+    kv_block, tile = max(_KV_BLOCK // unit, 1) * unit, _q_tile(fields, load)
+    own = {
+        "q_block": ceil(min(_Q_BLOCK, load.tokens) / tile) * tile,
         "kv_block": kv_block,
         "decode_block": block,
         "decode_tail": tail,
         "decode_slots": _SLOTS,
     }
+    return own | dict(load.tuned_tiles("attention.tpu_ragged", _key(fields, load)))
 
 
 def _decode_vmem(fields: Fields, load: Load, tiles: Mapping[str, int]) -> int:
@@ -168,8 +207,8 @@ def _decode_vmem(fields: Fields, load: Load, tiles: Mapping[str, int]) -> int:
 def _prefill_vmem(fields: Fields, load: Load) -> int:
     G, H, lanes, operand = _kv_heads(fields, load), fields.head_dim, load.chip.lanes, _operand(load)
     group = _group(fields, load, load.chip.sublanes * 4 // itemsize(load.dtypes.activation))
-    tokens = max(_QUERY_ROWS // group, 1)
-    rows, keys = ceil(_Q_BLOCK / tokens) * tokens * group, _tiles(fields, load)["kv_block"]
+    tiles = _tiles(fields, load)
+    rows, keys = tiles["q_block"] * group, tiles["kv_block"]
     cached = 2 * (keys + _tile_rows(load)) * _row_bytes(fields, load)
     wide = 0 if operand == itemsize(load.dtypes.kv) else keys * _row_values(fields, load) * operand
     return cached + wide + G * rows * (2 * H * operand + 4 * (2 * lanes + H)) + 2 * _SPARE_BYTES
@@ -204,6 +243,6 @@ def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
         return ()
     new = load.prefill_tokens * _row_bytes(fields, load)
     queries = load.prefill_tokens * _group(fields, load, load.chip.sublanes * 4 // itemsize(load.dtypes.activation))
-    items = max(1.0, load.prefill_tokens / _Q_BLOCK)
+    items = max(1.0, load.prefill_tokens / _tiles(fields, load)["q_block"])
     keys = _seen(fields, load.prefill_context)
     return (Stream("write cache", 4 * new, new), *_attend("attend prefill", fields, load, items, queries, keys))

@@ -67,8 +67,9 @@ def attention_ragged(
 ) -> tuple[Array, Array]:
     """xla.attention with the cache updated here: kv_pool is donated, and returned with this step's rows in place.
 
-    q_block: tokens of a chunk per work item, kv_block: keys it multiplies at a time. decode_block: keys of a decode row
-    fetched and multiplied at a time; decode_tail: the same in its last block; decode_slots: such blocks on the chip.
+    q_block: tokens of a chunk per work item, whole tiles of them; kv_block: keys it multiplies at a time. decode_block:
+    keys of a decode row fetched and multiplied at a time; decode_tail: the same in its last block; decode_slots: such
+    blocks on the chip.
     Returns out [T, D] in h's dtype, partial over tensor parallelism and without b_o, and the pool.
     """
     N, G, H = num_q_heads, num_kv_heads, head_dim
@@ -94,10 +95,11 @@ def attention_ragged(
     out_TGMH, kv_pool = _rpa_decode_rows(q_TGMH, new_TC, sink_GM, kv_pool, pages_SP, batch, argument, shape, chip)
     if max_q > 1:
         group = _rpa_round_up(N // G, chip.sublanes * 4 // q_TNH.dtype.itemsize)  # whole tiles of two or four bytes
+        assert kv_block % shape.page_size == kv_block % chip.lanes == 0, (kv_block, shape.page_size)
         shape = replace(shape, group=group, block=kv_block, tail=kv_block, slots=2, split=False)
         chunks_TGMH, kv_pool = rpa_prefill(
             q_TGMH, new_TC, sink_GM, kv_pool, pages_SP, batch, rows, argument,
-            shape=shape, q_block=min(q_block, max_q), chip=chip,
+            shape=shape, q_block=q_block, chip=chip,
         )  # fmt: skip
         is_chunk_T = rows.valid & (rows.row >= batch.distribution[0])
         out_TGMH = jnp.where(is_chunk_T[:, None, None, None], chunks_TGMH, out_TGMH)

@@ -164,7 +164,7 @@ def _rpa_decode_kernel(
         def values(t: Any, offset: Any = 0, size: Any = block) -> None:
             _rpa_values(buf_ref.at[slot_of(t)], state, offset, size, shape)
 
-        soften = partial(_rpa_soften, state, shape=shape)
+        softmax = partial(_rpa_softmax, state, shape=shape)
         _rpa_start(q_ref.at[s], scale_ref[s], sink_ref, state, shape)
 
         # Three blocks at a time: scores of one, probabilities of the one before, values of the one before that. They
@@ -177,13 +177,13 @@ def _rpa_decode_kernel(
         @pl.when(full > 1)
         def _() -> None:
             take(1)
-            soften(block)
+            softmax(block)
             scores(1)
 
             def turn(t: Any, _: Any) -> None:
                 take(t + 1)
                 values(t - 1)
-                soften(block)
+                softmax(block)
                 scores(t + 1)
                 fetch()
 
@@ -193,7 +193,7 @@ def _rpa_decode_kernel(
 
         @pl.when(full > 0)
         def _() -> None:
-            soften(block)
+            softmax(block)
             values(full - 1)
             fetch()
 
@@ -204,7 +204,7 @@ def _rpa_decode_kernel(
             def tail(i: Any, _: Any) -> None:
                 at = pl.multiple_of(i * shape.tail, shape.tail)
                 scores(full, at, shape.tail, left - full * block)
-                soften(shape.tail)
+                softmax(shape.tail)
                 values(full, at, shape.tail)
 
             lax.fori_loop(0, rpa_cdiv(left - full * block, shape.tail), tail, None)
@@ -392,7 +392,7 @@ def rpa_operand(cached: Array, dtype: jnp.dtype) -> Array:
     return cached if cached.dtype == dtype else cached.astype(dtype)
 
 
-def _rpa_soften(state: _RpaState, size: Any, shape: RpaShape) -> None:
+def _rpa_softmax(state: _RpaState, size: Any, shape: RpaShape) -> None:
     """Probabilities of `size` scores under the new maximum, and what the old sums are worth under it."""
     lanes = state.top.shape[2]
     for g in range(shape.num_kv_heads):

@@ -290,13 +290,14 @@ def rpa_prefill(
 ) -> tuple[Array, Array]:
     """The prefill rows over their pages, which get their new keys and values. Out [T, G, M, H], and the pool.
 
-    Tokens of other rows are undefined in the output. q_block: tokens of a work item, rounded up to whole tiles.
+    Tokens of other rows are undefined in the output. q_block: tokens of a work item, whole tiles of 256 // M.
     factor: what makes a product a score in base 2, or the softcap's argument; sink_GM: in base 2.
     """
     (T, G, M, H), C = q_TGMH.shape, kv_pool.shape[2]
     operand = product_dtype(q_TGMH, kv_pool)
     tokens, group = _rpa_tile_rows(shape), shape.group
-    B = -(-q_block // tokens) * tokens
+    B = q_block
+    assert B % tokens == 0 < B, f"{B} tokens in tiles of {tokens}"
     q_TGMH = jnp.pad(q_TGMH.astype(operand), ((0, B), (0, 0), (0, group - M), (0, 0)))
     if sink_GM is not None:
         sink_GM = jnp.pad(sink_GM, ((0, 0), (0, group - M)))

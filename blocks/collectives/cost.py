@@ -79,7 +79,7 @@ def return_from_experts(width: int, load: Load) -> tuple[Collective, ...]:
 
 
 def work(returning: Returning, dims: ModelDims, load: Load) -> tuple[Term, ...]:
-    """What the variants of the way back differ in, one layer of each block; blocks count it as their own."""
+    """What the variants of the reduce-scatter differ in, one layer of each block; blocks count it as their own."""
     return returning.messages(dims, load)
 
 

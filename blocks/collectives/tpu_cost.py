@@ -34,6 +34,11 @@ def tuning(returning: Returning, dims: ModelDims, loads: Mapping[str, Load]) -> 
     return {**found, "shards_per_chip": shards_per_chip(next(iter(loads.values())))}
 
 
+def kernels(tiles: Mapping[str, int], *, prefills: bool) -> dict[str, int]:
+    """Launches by kernel of one message on its way back."""
+    return {"reduce_scatter_hierarchical": 1}
+
+
 def refuse(returning: Returning, dims: ModelDims, load: Load) -> list[str]:
     """Why the kernel cannot return what the blocks of a program scatter; [] when it can."""
     widths = returning.widths(dims, load)
@@ -126,6 +131,7 @@ def refuse_chunks(load: Load, chunks: int) -> list[str]:
 
 __all__ = [
     "buffer_bytes",
+    "kernels",
     "micro_batches",
     "refuse",
     "refuse_chunks",

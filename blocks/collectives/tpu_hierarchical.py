@@ -137,7 +137,7 @@ def _hrs_loads(group: _HrsGroup, me: _HrsPlace, batch: Array, y: Any, mine: Any,
     ]
 
 
-def _hrs_gifts(group: _HrsGroup, me: _HrsPlace, batch: Array, y: Any, got: Any, sems: tuple[Any, Any]) -> list[Any]:
+def _hrs_sends(group: _HrsGroup, me: _HrsPlace, batch: Array, y: Any, got: Any, sems: tuple[Any, Any]) -> list[Any]:
     """Round 0: copies of the partner's rows into its buffer, in the order of its own paths."""
     slot, rows, other = batch & (_HRS_SLOTS - 1), pl.ds(batch * group.rows, group.rows), 1 - me.core
     chips = [_hrs_chip(group, me.chip, other, path) for path in range(group.chips)]
@@ -197,8 +197,8 @@ def _hrs_kernel(y: Any, out: Any, *scratch: Any, group: _HrsGroup) -> None:
     def copies(step: int, batch: Array) -> list[Any]:
         if step:
             return [_hrs_half(group, me, step, batch, send[step], got[step], sems)]
-        gifts = _hrs_gifts(group, me, batch, y, got[0], sems) if group.cores == 2 else []
-        return [*_hrs_loads(group, me, batch, y, mine, local), *gifts]
+        sends = _hrs_sends(group, me, batch, y, got[0], sems) if group.cores == 2 else []
+        return [*_hrs_loads(group, me, batch, y, mine, local), *sends]
 
     def store(batch: Array) -> Any:
         rows, slot = pl.ds(batch * group.rows, group.rows), batch & (_HRS_SLOTS - 1)

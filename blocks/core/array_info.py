@@ -5,7 +5,7 @@ table), where the checkpoint keeps the values, and how to draw random ones.
 This file imports no jax, so that `moec check` and `moec plan` start fast.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # One step of the path from a stored tensor to a weight. The first entry names it:
 #   ("stack", n)                   [n * rows, columns] -> [n, rows, columns] (experts stored one below the other)
@@ -38,6 +38,15 @@ SCALED: dict[str, ScaleBlock] = {
     "float4_e2m1fn": ScaleBlock(32, 1, "bfloat16"),
     "int4": ScaleBlock(32, 1, "bfloat16"),
 }
+# Edges of the squares of float8 values that may share one scale: as released checkpoints have it, then what they are
+# requantised to where a plan pins it (compiler/plan/scales.py).
+FLOAT8, FLOAT8_EDGES = "float8_e4m3fn", (128, 512)
+
+
+def scaled_block(dtype: str, edge: int) -> ScaleBlock:
+    """What shares one scale in a weight of a dtype in SCALED. edge: of FLOAT8_EDGES, of float8's squares."""
+    block = SCALED[dtype]
+    return replace(block, rows=edge, columns=edge) if dtype == FLOAT8 else block
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ class ArrayInfo:
         dim 0; () when dim 0 is not a layer dim.
     init: "normal", "gain", "bias" or "log_decay": the distribution for random weights.
     scale_of: for block scales, the name of the sibling weight they belong to.
+    block: for block scales, (rows, columns) of the weight [in, out] under one; None = as SCALED has it for the dtype.
     row_major: its rows lie one behind the other in device memory although another order of dims would pad less,
         because the program gathers rows: the compiler would re-lay out all of it in every step.
     """
@@ -110,6 +120,7 @@ class ArrayInfo:
     layers: tuple[int, ...] = ()
     init: str = "normal"
     scale_of: str | None = None
+    block: tuple[int, int] | None = None
     row_major: bool = False
 
     def __post_init__(self) -> None:

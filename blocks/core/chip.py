@@ -12,7 +12,7 @@ class ChipLimits:
 
     vmem_bytes: on-chip vector memory a kernel may use. lanes, sublanes: a float32 memory tile. mxu_dtypes: operands
     its matrix units multiply natively. sparse_cores: offload cores, each of sc_subcores subcores with sc_lanes lanes
-    and sc_vmem_bytes of memory; 0 = none. cores_per_chip: devices that share a chip.
+    and sc_vmem_bytes of memory; 0 = none. cores_per_chip: devices that share a chip. smem_bytes: scalar memory.
     """
 
     vmem_bytes: int
@@ -24,6 +24,7 @@ class ChipLimits:
     sc_lanes: int = 0
     sc_vmem_bytes: int = 0
     cores_per_chip: int = 1
+    smem_bytes: int = 0
 
 
 # For what runs no kernel.

@@ -173,9 +173,11 @@ class Variant:
 
     module: import path; it offers the block's functions with the signatures of ref.py, but for tiles and chip.
     note: how it works. parts: what else of blocks/ (PARTS of blocks/registry.py) the emitted lines call.
-    cost: module of the block's folder with its work, tuning, temp_bytes and, of a kernel, refuse and vmem_bytes.
+    cost: module of the block's folder with its work, tuning, temp_bytes and, of a kernel, refuse,
+    vmem_bytes and kernels (what its functions launch; `moec verify --aot` looks for it in the compiled step).
     tiles: tuned arguments of its function, each with what it is. kernel: its functions also take the chip's limits, and
     their names end in the variant's word. updates_pages: its function writes the page pool and gives it back.
+    unpermutes: its function sums experts' rows on the TensorCore or on the SparseCores, as Load.unpermute says.
     """
 
     name: str
@@ -187,6 +189,7 @@ class Variant:
     tiles: tuple[tuple[str, str], ...] = ()
     kernel: bool = False
     updates_pages: bool = False
+    unpermutes: bool = False
 
     def function(self, name: str) -> str:
         """What this variant calls the block's function `name`."""

@@ -22,19 +22,24 @@ class Constant:
     text: str
     reason: str
 
+    @property
+    def line(self) -> str:
+        """The assignment; where its text has several lines, the reason stands behind the first."""
+        first, *others = self.text.splitlines()
+        return "\n".join([f"{self.name} = {first}  # {self.reason}", *others])
+
 
 @dataclass(frozen=True)
 class Site:
     """What the plan decided about one block instance.
 
     name: Python identifier of the block. variant: the chosen one; collectives: import path of the collectives;
-    returns: the kernel through which tokens return to their rank, None = the collectives' own;
-    parts: the chosen variants of the other parts that the variant names.
+    returns: the kernel through which tokens return to their rank, None = the collectives' own; returns_tuning: its
+    tiles; parts: the chosen variants of the other parts that the variant names.
     dp, tp: attention data/tensor degrees; ep, etp: expert degrees. shared_sharded, mlp_sharded:
     the shared expert, dense MLPs are cut over the whole mesh. scaled: expert weights carry block scales.
     tuning: this block's tuned values, e.g. {"chunk": 64} or {"block_rows": {"decode": 16}}.
     layers: absolute indices of the layers with this block, in order. gathers_float8: hidden states travel so;
-    quantises_rows: token rows enter products with float8 experts so.
     """
 
     name: str
@@ -52,8 +57,8 @@ class Site:
     layers: tuple[int, ...] = ()
     parts: Mapping[str, Variant] = field(default_factory=dict)
     gathers_float8: bool = False
-    quantises_rows: bool = False
     returns: Variant | None = None
+    returns_tuning: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -96,9 +101,17 @@ def variant_constants(prefix: str, variant: Variant, tuning: Mapping[str, Any]) 
 
 
 def tile_constant(name: str, value: int | Mapping[str, int], what: str) -> Constant:
+    """A tuned value: one number, or one per bucket where buckets differ."""
     if isinstance(value, int):
         return Constant(name, str(value), what)
+    if not by_bucket(value):
+        return Constant(name, str(next(iter(value.values()))), what)
     return Constant(name, "{" + ", ".join(f'"{bucket}": {n}' for bucket, n in value.items()) + "}", what)
+
+
+def by_bucket(value: int | Mapping[str, int]) -> str:
+    """What follows a constant's name where it is used."""
+    return "[bucket]" if not isinstance(value, int) and len(set(value.values())) > 1 else ""
 
 
 def tile_lines(site: Site, part: str = "") -> tuple[str, ...]:
@@ -114,8 +127,7 @@ def tile_lines(site: Site, part: str = "") -> tuple[str, ...]:
 
 def tile_argument(site: Site, name: str) -> str:
     """A tuned value handed to the argument of its name."""
-    by_bucket = "" if isinstance(site.tuning[name], int) else "[bucket]"
-    return f"{name}={site.prefix}_{name.upper()}{by_bucket}"
+    return f"{name}={site.prefix}_{name.upper()}{by_bucket(site.tuning[name])}"
 
 
 def cache_name(site: Site) -> str:

@@ -3,7 +3,8 @@
 An emitted program holds decisions (sizes, RULES, layer functions); this file turns them
 into meshes and jitted steps. Nothing here asks for devices while tracing: steps are built
 over an AbstractMesh and take the devices of their arguments, so one program compiles for
-real chips, virtual CPU devices and ahead-of-time topologies alike.
+real chips, virtual CPU devices and ahead-of-time topologies alike. A kernel for SparseCores is
+traced for one kind of device: its program says which (`device`), and the mesh carries it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .array_info import ArrayInfo
 from .batch import Batch, Bucket, Sampling, local, ranked
@@ -26,10 +27,14 @@ def make_mesh(devices: Sequence[Any], mesh_axes: dict[str, int]) -> Mesh:
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=list(devices))
 
 
-def abstract_mesh(mesh_axes: dict[str, int]) -> AbstractMesh:
-    """The same mesh without devices, for tracing."""
+def abstract_mesh(mesh_axes: dict[str, int], device: tuple[str, int] | None = None) -> AbstractMesh:
+    """The same mesh without devices, for tracing. device: TPU kind and its TensorCores, for kernels that ask; or None.
+
+    It says nothing of where the program runs: arguments on other devices are taken too.
+    """
     names, sizes = tuple(mesh_axes), tuple(mesh_axes.values())
-    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    kind = None if device is None else AbstractDevice(device[0], device[1], "tpu")
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), abstract_device=kind)
 
 
 def partition_spec(info: ArrayInfo, rules: Rules) -> PartitionSpec:
@@ -90,11 +95,13 @@ def jit_step(
     out_specs: Any,
     donate_state: bool,
     matmul_precision: str,
+    device: tuple[str, int] | None = None,
 ) -> Any:
     """Jit `step(weights, state, batch)` as one shard_map over the whole mesh.
 
     step sees local shards. The state is donated when donate_state, so that pools are
     updated in place. matmul_precision: jax.default_matmul_precision while tracing.
+    device: as in abstract_mesh.
     """
 
     def traced(weights: Any, state: Any, batch: Any) -> Any:
@@ -102,7 +109,7 @@ def jit_step(
             return step(weights, state, batch)
 
     sharded = jax.shard_map(
-        traced, mesh=abstract_mesh(mesh_axes), in_specs=in_specs, out_specs=out_specs, check_vma=False
+        traced, mesh=abstract_mesh(mesh_axes, device), in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
     return jax.jit(sharded, donate_argnums=(1,) if donate_state else ())
 

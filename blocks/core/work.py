@@ -5,14 +5,17 @@ Terms with the same `op` run at the same time (one fused operator, or a loop XLA
 different ops run one after the other. compiler/plan/cost.py turns terms into seconds.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from .array_info import SCALED, ScaleBlock, scaled_block
 from .chip import NO_LIMITS, ChipLimits
 from .declare import AxisRole
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+Unpermute = Literal["tensorcore", "sparsecore"]
 
 _ITEMBITS = {
     "float32": 32,
@@ -50,6 +53,7 @@ class Dtypes:
     """The plan's dtypes by role (numpy/ml_dtypes names). gather: of hidden states on their way to the experts.
 
     expert_rows: of token rows in products with float8 experts. "activation" = as they are.
+    scale_block: edge of the squares of float8 experts under one scale (array_info.FLOAT8_EDGES).
     """
 
     activation: str
@@ -60,6 +64,12 @@ class Dtypes:
     conv: str
     gather: str = "activation"
     expert_rows: str = "activation"
+    scale_block: int = 128
+
+    @property
+    def expert_block(self) -> ScaleBlock | None:
+        """What shares one scale in a routed expert's matrix; None where its dtype has no scales."""
+        return scaled_block(self.expert, self.scale_block) if self.expert in SCALED else None
 
     def of(self, role: str) -> str:
         """Dtype of a weight or state role; decay parameters are float32, as the gate math is."""
@@ -103,8 +113,10 @@ class Load:
     prefill_tokens: tokens in prefill chunks; prefill_context: keys one of them sees on average.
     row_tile: rows a product takes at least (fewer cost the same); row_full: rows from which
     on loading weights no longer shows. lanes: values of a memory tile's row, 1 where memory has no tiles.
+    pages_per_seq: entries of a row in the step's page table, which may hold more than the longest row needs.
     chip: what a kernel must respect. kernel_returns: a kernel brings tokens back from the experts, no collective of the
-    compiler's.
+    compiler's. unpermute: which cores sum a token's expert rows, where a variant has the choice.
+    tuned: by kernel (`<block>.<variant>`) and tuned_key, tiles that go before a variant's own.
     """
 
     tokens: int
@@ -122,6 +134,18 @@ class Load:
     lanes: int = 1
     chip: ChipLimits = NO_LIMITS
     kernel_returns: bool = False
+    unpermute: Unpermute = "tensorcore"
+    pages_per_seq: int = 0
+    tuned: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+
+    def tuned_tiles(self, kernel: str, key: str) -> Mapping[str, int]:
+        """The tuned tiles of a kernel at one shape; {} where none are."""
+        return self.tuned.get(kernel, {}).get(key, {})
+
+    @property
+    def table_bytes(self) -> int:
+        """The step's page table: 32 bits per entry."""
+        return self.seqs * self.pages_per_seq * 4
 
     @property
     def gathered_tokens(self) -> int:
@@ -132,6 +156,18 @@ class Load:
     def valid_tokens(self) -> float:
         """Tokens of all ranks that are no padding."""
         return (self.decode_rows + self.prefill_tokens) * self.degrees.dp
+
+
+def tuned_key(names: tuple[str, ...], **sizes: int | str) -> str:
+    """What tuned tiles are kept by: `name=value,...`, a cost module's TUNED_BY with this device's sizes."""
+    assert tuple(sizes) == names, (tuple(sizes), names)
+    return ",".join(f"{name}={value}" for name, value in sizes.items())
+
+
+def off_steps(tiles: Mapping[str, int], steps: Mapping[str, int]) -> list[str]:
+    """Reasons why a kernel does not take tiles: each is at least one step, in whole ones."""
+    bad = {name: step for name, step in steps.items() if tiles[name] < step or tiles[name] % step}
+    return [f"{name} {tiles[name]}: the kernel takes multiples of {step}" for name, step in bad.items()]
 
 
 @dataclass(frozen=True)
@@ -186,6 +222,15 @@ class Vector:
 
 
 @dataclass(frozen=True)
+class Subcore:
+    """Instruction bundles of a kernel on the SparseCores: those of the busiest subcore. starts: kernels started."""
+
+    op: str
+    bundles: float
+    starts: int = 0
+
+
+@dataclass(frozen=True)
 class Round:
     """One exchange of every device with one other. link: within a chip or between neighbours; bytes: one way.
 
@@ -222,4 +267,4 @@ class Collective:
         return prod(self.shape) * itemsize(self.dtype)
 
 
-Term = Gemm | Stream | Vector | Collective
+Term = Gemm | Stream | Vector | Subcore | Collective

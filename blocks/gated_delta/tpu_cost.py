@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from math import ceil
 
 from ..core.declare import ModelDims
-from ..core.recurrence_work import chunk, chunk_tuning
-from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, prefetched
+from ..core.recurrence_work import chunk
+from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, prefetched, tuned_key
 from . import cost
 from .block import Fields
 
@@ -18,6 +18,8 @@ _DTYPES = ("bfloat16", "float32")
 _TERM_ROWS = 8
 # The compiler's own: semaphores, spilled registers, what a kernel's prologue keeps.
 _SPARE_BYTES = 1 << 20
+# What decides tiles, of one device. decay: per head or channel.
+TUNED_BY = ("rows", "v_heads", "qk_heads", "state", "decay", "page")
 # cost.py's terms of what the kernels do instead.
 _REPLACED = ("convolve", "recur", "scan chunks")
 
@@ -34,15 +36,35 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Prefill chunk length, and groups of value heads per pass of the decode update; the same in every bucket."""
-    groups = min(_groups(fields, load) for load in loads.values())
+    return _own_or_tuned(fields, next(iter(loads.values())))
+
+
+def _own_or_tuned(fields: Fields, load: Load) -> dict[str, int]:
+    groups = _groups(fields, load)
     # At least two passes: without a loop between them, the update's loads rise into the reads and registers spill.
     unroll = next((count for count in (4, 2) if groups % count == 0 and groups >= 2 * count), 1)
-    return chunk_tuning(loads, _MAX_CHUNK) | {"unroll": unroll}
+    own = {"chunk": chunk(load, _MAX_CHUNK), "unroll": unroll}
+    return own | dict(load.tuned_tiles("gated_delta.tpu_fused", _key(fields, load)))
+
+
+def _chunk(fields: Fields, load: Load) -> int:
+    return _own_or_tuned(fields, load)["chunk"]
 
 
 def shape_key(fields: Fields, dims: ModelDims, load: Load) -> str:
-    """What tuned tiles are kept by: rows, local heads, dtype of the state."""
-    return f"{load.seqs}x{_v_heads(fields, load)}x{_qk_heads(fields, load)}x{load.dtypes.state}"
+    """What tuned tiles are kept by."""
+    return _key(fields, load)
+
+
+def _key(fields: Fields, load: Load) -> str:
+    v_heads, qk_heads, per = _v_heads(fields, load), _qk_heads(fields, load), fields.decay.per
+    state, page = load.dtypes.state, load.page_size
+    return tuned_key(TUNED_BY, rows=load.seqs, v_heads=v_heads, qk_heads=qk_heads, state=state, decay=per, page=page)
+
+
+def kernels(tiles: Mapping[str, int], *, prefills: bool) -> dict[str, int]:
+    """Launches of one layer by kernel, named up to its sizes. prefills: the bucket takes rows of several tokens."""
+    return {"gdn_decode": 1, "gdn_prefill": 1} if prefills else {"gdn_decode": 1}
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -53,7 +75,8 @@ def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
         2 * _conv_heads(fields, load) * fields.dk * act + width * (act + 2 * 4) + 2 * _gate_lanes(fields, load) * 4
     )
     if fields.decay.per == "channel":
-        per_token += 2 * width * 4
+        # Log decays before and after the softplus; those of prefill tokens with a chunk of room behind them.
+        per_token += (3 if load.prefill_tokens else 2) * width * 4
     return int(load.tokens * per_token)
 
 
@@ -78,9 +101,12 @@ def refuse(fields: Fields, dims: ModelDims, load: Load) -> list[str]:
         dtype = getattr(load.dtypes, role)
         if dtype not in _DTYPES:
             found.append(f"{role} dtype {dtype}: the kernels take {' or '.join(_DTYPES)}")
-    if load.prefill_tokens and fields.decay.per == "channel":
-        found.append("prefill tokens with a decay per channel: the kernels take those of decode rows")
-    if load.prefill_tokens and chunk(load, _MAX_CHUNK) % _CONV_STEP:
+    tiles, groups = _own_or_tuned(fields, load), _groups(fields, load)
+    if tiles["unroll"] < 1 or groups % tiles["unroll"]:
+        found.append(f"unroll {tiles['unroll']}: the kernel takes what divides {groups} groups")
+    if tiles["chunk"] > lanes or load.page_size % tiles["chunk"]:
+        found.append(f"chunk {tiles['chunk']}: the kernel takes what divides pages of {load.page_size}, up to {lanes}")
+    if load.prefill_tokens and tiles["chunk"] % _CONV_STEP:
         found.append(f"page size {load.page_size}: prefill chunks are parts of a page, of {_CONV_STEP} tokens at least")
     if not found and (needed := vmem_bytes(fields, dims, load)) > chip.vmem_bytes:
         found.append(f"{needed} bytes of vector memory: the chip has {chip.vmem_bytes}")
@@ -112,13 +138,14 @@ def _groups(fields: Fields, load: Load) -> int:
 
 
 def _gate_lanes(fields: Fields, load: Load) -> int:
-    """A token's write strengths and log decays, in whole memory rows."""
-    return ceil(2 * _v_heads(fields, load) / 128) * 128
+    """A token's write strengths and, of each head, log decay, in whole memory rows."""
+    return ceil((1 if fields.decay.per == "channel" else 2) * _v_heads(fields, load) / 128) * 128
 
 
-def _pack(fields: Fields, size: int) -> int:
-    """Value heads whose [C, C] matrices lie side by side."""
-    members = fields.num_v_heads // fields.num_qk_heads
+def _pack(fields: Fields, load: Load, size: int) -> int:
+    """Value heads whose [C, C] matrices lie side by side: of one key head where they share its products."""
+    by_channel = fields.decay.per == "channel"
+    members = _v_heads(fields, load) if by_channel else fields.num_v_heads // fields.num_qk_heads
     return max(p for p in (1, 2, 4) if p == 1 or (p * size <= 128 and members % p == 0))
 
 
@@ -158,8 +185,8 @@ def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     """Chunk by chunk; each float32 product is one of both terms of its sides. States move once per row."""
     if not load.prefill_tokens:
         return ()
-    size = chunk(load, _MAX_CHUNK)
-    chunks, dk, dv, pack = load.prefill_tokens / size, fields.dk, fields.dv, _pack(fields, size)
+    size = _chunk(fields, load)
+    chunks, dk, dv, pack = load.prefill_tokens / size, fields.dk, fields.dv, _pack(fields, load, size)
     heads, couplings = _v_heads(fields, load), _v_heads(fields, load) / pack
     doublings = max(size.bit_length() - 2, 0)
     rows = max(1.0, min(load.seqs - load.decode_rows, load.prefill_tokens))
@@ -171,14 +198,27 @@ def _prefill(fields: Fields, load: Load) -> tuple[Term, ...]:
     # Elementwise passes over [C, C], [C, d] and [k, d] of a head, and over the convolution's channels.
     operations = size * size * (20 * doublings + 16) + size * dv * 24 + dk * dv * 10
     convolved = size * _conv_heads(fields, load) * dk * (2 * fields.conv_kernel + 12)
+    traffic = load.prefill_tokens * _token_bytes(fields, load) + 2 * rows * (window + state)
+    pairs: tuple[Gemm, ...] = (product(2 * size, pack * size, dk, _qk_heads(fields, load)),)  # k.k and q.k
+    if fields.decay.per == "channel":
+        borders = size.bit_length() - 1
+        pairs = (
+            product(2 * size, pack * size, pack * dk, borders * couplings),
+            Gemm("scan chunks", (borders + 2) * size, dk, 3 * size, "bfloat16", count=heads * chunks),  # sums of g
+            Gemm("scan chunks", dk, dv, _TERM_ROWS, "bfloat16", count=heads * chunks),  # decays down the sublanes
+        )
+        # Per border: e^x of a sum, keys and queries decayed and cut into terms, masked sums. Then g as terms and what
+        # meets the state.
+        operations += borders * (size * dk * 18 + size * size * 4) + size * dk * 24
+        traffic += load.prefill_tokens * heads * dk * 4
     return (
-        product(2 * size, pack * size, dk, _qk_heads(fields, load)),  # k.k and q.k of all pairs
+        *pairs,
         product(size, pack * size, pack * size, 2 * doublings * couplings),  # inverse
         product(2 * size, dv, dk, heads),  # reads of the old state
         product(size, pack * dv, pack * size, 2 * couplings),  # solved writes, outputs
         product(dk, dv, size, heads),  # update of the state
         Vector("scan chunks", chunks * (heads * operations + convolved)),
-        prefetched("scan chunks", load.prefill_tokens * _token_bytes(fields, load) + 2 * rows * (window + state)),
+        prefetched("scan chunks", traffic),
     )
 
 
@@ -205,17 +245,36 @@ def _decode_vmem(fields: Fields, load: Load) -> int:
 def _prefill_vmem(fields: Fields, load: Load) -> int:
     """Two buffers of a chunk's inputs, its outputs, the row's state in float32 and in its pool's dtype; one chunk's
     activations and couplings; gates of all tokens."""
-    size = chunk(load, _MAX_CHUNK)
+    size = _chunk(fields, load)
     conv, v, act = _conv_heads(fields, load), _v_heads(fields, load), load.dtypes.activation
-    window, pack, lanes = fields.conv_kernel - 1, _pack(fields, size), _gate_lanes(fields, load) // 128
+    window, pack, lanes = fields.conv_kernel - 1, _pack(fields, load, size), _gate_lanes(fields, load) // 128
     inputs = 2 * (window + size) * _tiles(conv, act) + _tiles(window * conv, load.dtypes.conv)
     states = _tiles(v * fields.dk, load.dtypes.state) + _tiles(v * fields.dk, "float32")
     outputs = size * _tiles(v, act)
     active = _tiles(size * ceil(conv / 8) * 8, "float32")
-    gates = lanes * (_tiles(load.tokens + size, "float32") + 3 * _tiles(max(size, 128), "float32"))
+    gates = lanes * _tiles(load.tokens + size, "float32")
+    gates += (
+        _channel_vmem(fields, load) if fields.decay.per == "channel" else lanes * 3 * _tiles(max(size, 128), "float32")
+    )
     couplings = 2 * (v // pack) * _tiles(2 * size, "bfloat16")
     masks = size.bit_length() * _tiles(size, "float32") + pack * _tiles(size, "bfloat16")
     return inputs + states + outputs + active + gates + couplings + masks + fields.conv_kernel * _tiles(conv, "float32")
 
 
-__all__ = ["refuse", "temp_bytes", "tuning", "vmem_bytes", "work"]
+def _channel_vmem(fields: Fields, load: Load) -> int:
+    """Where each channel decays on its own: two buffers of a chunk's log decays, the same by heads, their sums' masks;
+    what every head meets its state with; couplings that are not yet inverted."""
+    size, v = _chunk(fields, load), _v_heads(fields, load)
+    rates = 2 * size * _tiles(v, "float32") + _tiles(size * ceil(v / 8) * 8, "float32")
+    spans = ceil(3 * size / 128) * _tiles((size.bit_length() + 1) * size, "bfloat16")
+    strengths = _gate_lanes(fields, load) // 128 * _tiles(size, "float32")
+    return (
+        rates
+        + spans
+        + strengths
+        + v * _tiles(3 * size + 8, "float32")
+        + v // _pack(fields, load, size) * _tiles(size, "float32")
+    )
+
+
+__all__ = ["kernels", "refuse", "temp_bytes", "tuning", "vmem_bytes", "work"]

@@ -3,8 +3,9 @@
 Legend: T tokens, S rows, D hidden, V value heads, H = 2*Q + V heads of convolution channels (q | k | v), R rates.
 
 Decode rows: one kernel over the rows (tpu_fused_decode.py); windows and states are read once and written once, in
-place, and rows that are not there cost nothing. Prefill rows: one kernel over their chunks (tpu_fused_prefill.py),
-absent from buckets of decode rows only; a row's state stays on the chip across its chunks.
+place, and rows that are not there cost nothing. Prefill rows: one kernel over their chunks (tpu_fused_prefill.py,
+with a decay per channel tpu_fused_prefill_channel.py), absent from buckets of decode rows only; a row's state stays on
+the chip across its chunks.
 Head dims are one memory tile wide: 128. What the kernels do not take, tpu_cost.refuse names.
 """
 
@@ -18,6 +19,7 @@ from ..core.chip import ChipLimits
 from .project import GdnHeads, gdn_inputs, gdn_output
 from .tpu_fused_decode import gdn_decode_rows
 from .tpu_fused_prefill import gdn_prefill_rows
+from .tpu_fused_prefill_channel import gdn_prefill_channel_rows
 
 
 def gated_delta_fused(
@@ -65,7 +67,8 @@ def gated_delta_fused(
         heads=heads, chip=chip, unroll=unroll,
     )  # fmt: skip
     if max_q > 1:
-        o_TVd, conv_pool, state_pool = gdn_prefill_rows(
+        prefill = gdn_prefill_channel_rows if channel_decay else gdn_prefill_rows
+        o_TVd, conv_pool, state_pool = prefill(
             x_TH, beta_TV, g_T, taps_KH, batch, pool_layer, o_TVd, conv_pool, state_pool,
             heads=heads, chip=chip, chunk=chunk,
         )  # fmt: skip

@@ -118,8 +118,7 @@ def _gdn_dec_convolve(refs: _GdnDecRefs, row: Array) -> None:
     """Convolve and activate the row's inputs into `act`; the window moves on by one token."""
     buf, num = row % 2, refs.act.shape[0]
     window = refs.window_buf.shape[1] // num
-    x = refs.x_buf[buf]
-    has = refs.has[row] != 0
+    x, has = refs.x_buf[buf], refs.has[row] != 0
     total = x.astype(jnp.float32) * refs.taps[window]
     for tap in range(window):
         # What an unread buffer holds may be NaN.

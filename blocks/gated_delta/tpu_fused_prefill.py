@@ -9,6 +9,7 @@ neighbouring rows share no chunk; the tokens that a last chunk has too many coun
 Products of float32 values are products of bfloat16 terms, two of each value (8 + 8 bits).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,11 @@ from .tpu_fused_decode import gdn_terms
 _GDN_PRE_TOKENS, _GDN_PRE_HEADS = 8, 16
 
 
-class _GdnPreRefs(NamedTuple):
+GdnPreFetch = Callable[[Array, Array], tuple[Any, ...]]
+GdnPreMix = Callable[[Array, Array, Array], None]
+
+
+class GdnPreRefs(NamedTuple):
     """The kernel's operands (HBM unless said), outputs and VMEM scratch."""
 
     scalars: jax.Ref  # SMEM int32 [3]: layer, first prefill row, end of the prefill rows
@@ -49,9 +54,9 @@ class _GdnPreRefs(NamedTuple):
     held: jax.Ref  # float32 [V, 128, 128]: the row's state
     out_buf: jax.Ref  # [C, V, 128]
     act: jax.Ref  # float32 [C*Y, 128]: convolved and activated inputs; then outputs where the values were
-    sums: jax.Ref  # float32 [2, C, lanes]: gates, and their running sums
-    sums_t: jax.Ref  # float32 [lanes, C]: the running sums, transposed
-    joins: jax.Ref  # float32 [steps, C, P*C], blocks: bfloat16 [P, C, P*C]: see _gdn_pre_masks
+    sums: jax.Ref  # float32 [2, C, lanes]: gates, and their running sums; [1, C, lanes] for decays per channel
+    decays: jax.Ref  # float32 [lanes, C]: the running sums, transposed; for decays per channel: see there
+    joins: jax.Ref  # float32 [steps, C, P*C], blocks: bfloat16 [P, C, P*C]: see gdn_pre_masks
     blocks: jax.Ref
     solve: jax.Ref  # bfloat16 [V/P, 2, C, P*C]: both terms of (I + lower)^-1 of the value heads, P side by side
     attend: jax.Ref  # the same of the decayed q.k
@@ -60,19 +65,19 @@ class _GdnPreRefs(NamedTuple):
     slot_sem: jax.Ref  # [2]: window, state
 
 
-def _gdn_pre_x(refs: _GdnPreRefs, first: Array, buf: Array) -> Any:
+def gdn_pre_x(refs: GdnPreRefs, first: Array, buf: Array) -> Any:
     """The copy of a chunk's inputs, behind the window."""
     window, chunk = refs.x_buf.shape[1] - refs.out_buf.shape[0], refs.out_buf.shape[0]
     target = refs.x_buf.at[buf, pl.ds(window, chunk)]
     return pltpu.make_async_copy(refs.x.at[pl.ds(first, chunk)], target, refs.x_sem.at[buf])
 
 
-def _gdn_pre_out(refs: _GdnPreRefs, first: Array) -> Any:
+def _gdn_pre_out(refs: GdnPreRefs, first: Array) -> Any:
     """The copy of a chunk's outputs. Those it has too many land on tokens of later rows, which are written later."""
     return pltpu.make_async_copy(refs.out_buf, refs.out.at[pl.ds(first, refs.out_buf.shape[0])], refs.out_sem)
 
 
-def _gdn_pre_slot(refs: _GdnPreRefs, row: Array, inwards: bool) -> tuple[Any, ...]:
+def _gdn_pre_slot(refs: GdnPreRefs, row: Array, inwards: bool) -> tuple[Any, ...]:
     """The copies of a row's window and state between their slot and the chip."""
     place = (refs.scalars[0], refs.slot[row])
     found = []
@@ -82,7 +87,7 @@ def _gdn_pre_slot(refs: _GdnPreRefs, row: Array, inwards: bool) -> tuple[Any, ..
     return tuple(found)
 
 
-def _gdn_pre_load(refs: _GdnPreRefs, row: Array) -> None:
+def _gdn_pre_load(refs: GdnPreRefs, row: Array) -> None:
     """The row's window in front of its first chunk, its state in `held`; zeros, and no copy, without state."""
     num = refs.taps.shape[1]
     window, heads = refs.window.shape[0] // num, refs.held.shape[0]
@@ -111,7 +116,7 @@ def _gdn_pre_load(refs: _GdnPreRefs, row: Array) -> None:
         refs.x_buf[0, :window] = jnp.zeros((window, *refs.x_buf.shape[2:]), refs.x_buf.dtype)
 
 
-def _gdn_pre_save(refs: _GdnPreRefs, row: Array, buf: Array) -> None:
+def _gdn_pre_save(refs: GdnPreRefs, row: Array, buf: Array) -> None:
     """The row's state and the window that its last chunk left in front of buffer `buf`, into their slot."""
     num = refs.taps.shape[1]
     for token in range(refs.window.shape[0] // num):
@@ -128,7 +133,7 @@ def _gdn_pre_save(refs: _GdnPreRefs, row: Array, buf: Array) -> None:
         copy.wait()
 
 
-def _gdn_pre_convolve(refs: _GdnPreRefs, buf: Array, num_valid: Array) -> None:
+def _gdn_pre_convolve(refs: GdnPreRefs, buf: Array, num_valid: Array) -> None:
     """The chunk's inputs convolved and activated into `act`, zeros from num_valid on; the next window."""
     (chunk, _, _), (taps, num, _) = refs.out_buf.shape, refs.taps.shape
     height, step = refs.act.shape[0] // chunk, _GDN_PRE_TOKENS
@@ -155,7 +160,7 @@ def _gdn_pre_convolve(refs: _GdnPreRefs, buf: Array, num_valid: Array) -> None:
         refs.x_buf[1 - buf, token] = refs.x_buf[buf, num_valid + token]
 
 
-def _gdn_pre_gates(refs: _GdnPreRefs, first: Array, num_valid: Array) -> None:
+def _gdn_pre_gates(refs: GdnPreRefs, first: Array, num_valid: Array) -> None:
     """The chunk's write strengths and log decays, 0 from num_valid on, and their running sums, also transposed."""
     _, chunk, lanes = refs.sums.shape
     token = lax.broadcasted_iota(jnp.int32, (chunk, lanes), 0)
@@ -168,17 +173,17 @@ def _gdn_pre_gates(refs: _GdnPreRefs, first: Array, num_valid: Array) -> None:
     ]
     sums_Cl = parts[0] + parts[1] + parts[2]
     refs.sums[0], refs.sums[1] = gates_Cl, sums_Cl
-    refs.sums_t[...] = sums_Cl.T
+    refs.decays[...] = sums_Cl.T
 
 
-def _gdn_pre_terms(x: Array) -> tuple[Array, Array]:
+def gdn_pre_terms(x: Array) -> tuple[Array, Array]:
     """A float32 matrix as two bfloat16 terms, the first one rounded to nearest (by its bits: see gdn_terms)."""
     bits = (lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def _gdn_pre_product(left: tuple[Array, Array], right: tuple[Array, Array], over: tuple[int, int] = (1, 0)) -> Array:
+def gdn_pre_product(left: tuple[Array, Array], right: tuple[Array, Array], over: tuple[int, int] = (1, 0)) -> Array:
     """The product over the given axes of two float32 matrices, each as its terms.
 
     high*high + low*high + high*low is one contraction three times as long, which the matrix unit sums up itself;
@@ -192,7 +197,7 @@ def _gdn_pre_product(left: tuple[Array, Array], right: tuple[Array, Array], over
 
 
 def _gdn_pre_small_product(left: tuple[Array, Array], right: tuple[Array, Array]) -> Array:
-    """As _gdn_pre_product over (1, 0), for matrices that leave half of the matrix unit empty.
+    """As gdn_pre_product over (1, 0), for matrices that leave half of the matrix unit empty.
 
     Terms lie below and next to each other instead: as few values go into the unit as for one of the products.
     """
@@ -201,14 +206,14 @@ def _gdn_pre_small_product(left: tuple[Array, Array], right: tuple[Array, Array]
     return terms[:rows, :columns] + (terms[rows:, :columns] + terms[:rows, columns:])
 
 
-def _gdn_pre_diagonal(parts: list[Array]) -> Array:
+def gdn_pre_diagonal(parts: list[Array]) -> Array:
     """Matrices of one shape as the blocks on a diagonal."""
     zeros = jnp.zeros_like(parts[0])
     lines = [[part if at == place else zeros for at in range(len(parts))] for place, part in enumerate(parts)]
     return jnp.concatenate([jnp.concatenate(line, axis=1) for line in lines], axis=0)
 
 
-def _gdn_pre_blocks(refs: _GdnPreRefs, terms: tuple[Array, Array]) -> tuple[Array, Array]:
+def _gdn_pre_blocks(refs: GdnPreRefs, terms: tuple[Array, Array]) -> tuple[Array, Array]:
     """Terms of [C, P*C], P matrices side by side -> of the same on a diagonal [P*C, P*C]."""
     pack = refs.blocks.shape[0]
     if pack == 1:
@@ -217,7 +222,7 @@ def _gdn_pre_blocks(refs: _GdnPreRefs, terms: tuple[Array, Array]) -> tuple[Arra
     return high, low
 
 
-def _gdn_pre_masks(refs: _GdnPreRefs) -> None:
+def gdn_pre_masks(refs: GdnPreRefs) -> None:
     """0/1 matrices that the chunks' math multiplies with, made once.
 
     joins[0]: the diagonal; joins[s]: what joins two neighbouring diagonal blocks of 2^(s-1) tokens.
@@ -234,16 +239,16 @@ def _gdn_pre_masks(refs: _GdnPreRefs) -> None:
         refs.blocks[p] = jnp.where(here, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def _gdn_pre_invert(refs: _GdnPreRefs, lower: list[Array]) -> list[Array]:
+def gdn_pre_invert(refs: GdnPreRefs, lower: list[Array]) -> list[Array]:
     """(I + lower)^-1 of strictly lower triangular matrices, P side by side in each, by doubling blocks: see xla.py.
 
     All of them step by step: alone, each would wait for its own products.
     """
     inverse = [refs.joins[0] - refs.joins[1] * x for x in lower]
     for shift in range(2, refs.joins.shape[0]):
-        terms = [_gdn_pre_terms(x) for x in inverse]
-        joined = [_gdn_pre_blocks(refs, _gdn_pre_terms(refs.joins[shift] * x)) for x in lower]
-        steps = [_gdn_pre_terms(_gdn_pre_small_product(x, y)) for x, y in zip(terms, joined, strict=True)]
+        terms = [gdn_pre_terms(x) for x in inverse]
+        joined = [_gdn_pre_blocks(refs, gdn_pre_terms(refs.joins[shift] * x)) for x in lower]
+        steps = [gdn_pre_terms(_gdn_pre_small_product(x, y)) for x, y in zip(terms, joined, strict=True)]
         inverse = [
             x - _gdn_pre_small_product(step, _gdn_pre_blocks(refs, x_terms))
             for x, x_terms, step in zip(inverse, terms, steps, strict=True)
@@ -259,17 +264,17 @@ class _GdnPreHead(NamedTuple):
     sum_row: Array  # [1, C]
 
 
-def _gdn_pre_head(refs: _GdnPreRefs, head: Array, num_heads: int) -> _GdnPreHead:
+def _gdn_pre_head(refs: GdnPreRefs, head: Array, num_heads: int) -> _GdnPreHead:
     _, chunk, lanes = refs.sums.shape
     lane = lax.broadcasted_iota(jnp.int32, (chunk, lanes), 1)
     beta, total = (
         jnp.sum(jnp.where(lane == place, refs.sums[kind], 0), axis=1, keepdims=True)
         for kind, place in enumerate((head, head + num_heads))
     )
-    return _GdnPreHead(beta, total, refs.sums_t[pl.ds(head + num_heads, 1), :])
+    return _GdnPreHead(beta, total, refs.decays[pl.ds(head + num_heads, 1), :])
 
 
-def _gdn_pre_side_by_side(columns: list[Array], shape: tuple[int, int]) -> Array:
+def gdn_pre_side_by_side(columns: list[Array], shape: tuple[int, int]) -> Array:
     """P columns [C, 1] -> [C, P*C]: each over the lanes of its matrix."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     wide = jnp.broadcast_to(columns[0], shape)
@@ -278,7 +283,7 @@ def _gdn_pre_side_by_side(columns: list[Array], shape: tuple[int, int]) -> Array
     return wide
 
 
-def _gdn_pre_keys(refs: _GdnPreRefs, heads: GdnHeads, group: Array) -> Array:
+def gdn_pre_keys(refs: GdnPreRefs, heads: GdnHeads, group: Array) -> Array:
     """Unit keys, then unit queries times dk^-1/2, of a query/key head's tokens [2*C, k]."""
     chunk = refs.out_buf.shape[0]
     height = refs.act.shape[0] // chunk
@@ -290,38 +295,38 @@ def _gdn_pre_keys(refs: _GdnPreRefs, heads: GdnHeads, group: Array) -> Array:
     return jnp.concatenate([unit(group + heads.qk), unit(group) * heads.dk**-0.5], axis=0)
 
 
-def _gdn_pre_couplings(refs: _GdnPreRefs, heads: GdnHeads, groups: list[Array]) -> None:
+def _gdn_pre_couplings(refs: GdnPreRefs, heads: GdnHeads, groups: list[Array]) -> None:
     """How the tokens of a chunk act on each other, per value head of the groups: `solve` and `attend`."""
     (_, chunk, width), pack, members = refs.joins.shape, refs.blocks.shape[0], heads.v // heads.qk
     i, lane = (lax.broadcasted_iota(jnp.int32, (chunk, width), axis) for axis in (0, 1))
     j = lane & (chunk - 1)
     lower, attend, places = [], [], []
     for group in groups:
-        kq_Xk = _gdn_pre_keys(refs, heads, group)
+        kq_Xk = gdn_pre_keys(refs, heads, group)
         repeated = jnp.concatenate([kq_Xk[:chunk]] * pack, axis=0)
-        pairs = _gdn_pre_product(_gdn_pre_terms(kq_Xk), _gdn_pre_terms(repeated), (1, 1))
+        pairs = gdn_pre_product(gdn_pre_terms(kq_Xk), gdn_pre_terms(repeated), (1, 1))
         for start in range(0, members, pack):
             head = group * members + start
             gates = [_gdn_pre_head(refs, head + p, heads.v) for p in range(pack)]
-            sum_i = _gdn_pre_side_by_side([gate.sum for gate in gates], (chunk, width))
-            beta_i = _gdn_pre_side_by_side([gate.beta for gate in gates], (chunk, width))
+            sum_i = gdn_pre_side_by_side([gate.sum for gate in gates], (chunk, width))
+            beta_i = gdn_pre_side_by_side([gate.beta for gate in gates], (chunk, width))
             sum_j = jnp.concatenate([gate.sum_row for gate in gates], axis=1)
             decay = jnp.exp(jnp.where(i >= j, sum_i - sum_j, -jnp.inf))
             lower.append(jnp.where(i > j, beta_i * pairs[:chunk] * decay, 0))
             attend.append(pairs[chunk:] * decay)
             places.append(group * (members // pack) + start // pack)
-    for place, inverse, x in zip(places, _gdn_pre_invert(refs, lower), attend, strict=True):
+    for place, inverse, x in zip(places, gdn_pre_invert(refs, lower), attend, strict=True):
         for couplings, matrix in ((refs.solve, inverse), (refs.attend, x)):
-            couplings[place, 0], couplings[place, 1] = _gdn_pre_terms(matrix)
+            couplings[place, 0], couplings[place, 1] = gdn_pre_terms(matrix)
 
 
-def _gdn_pre_group(refs: _GdnPreRefs, heads: GdnHeads, group: Array) -> None:
+def _gdn_pre_group(refs: GdnPreRefs, heads: GdnHeads, group: Array) -> None:
     """One query/key head and its value heads: outputs of the chunk and the states after it: xla.py's _gdn_solve."""
     chunk, members = refs.out_buf.shape[0], heads.v // heads.qk
     height, first = refs.act.shape[0] // chunk, group * members
-    kq_Xk = _gdn_pre_keys(refs, heads, group)
+    kq_Xk = gdn_pre_keys(refs, heads, group)
     old_kVd = jnp.concatenate([refs.held[first + member] for member in range(members)], axis=1)
-    reads = _gdn_pre_product(_gdn_pre_terms(kq_Xk), _gdn_pre_terms(old_kVd))
+    reads = gdn_pre_product(gdn_pre_terms(kq_Xk), gdn_pre_terms(old_kVd))
     gates = [_gdn_pre_head(refs, first + member, heads.v) for member in range(members)]
     decays = [jnp.exp(gate.sum) for gate in gates]
     places = [pl.ds(2 * heads.qk + first + member, chunk, stride=height) for member in range(members)]
@@ -330,42 +335,31 @@ def _gdn_pre_group(refs: _GdnPreRefs, heads: GdnHeads, group: Array) -> None:
         gate.beta * (refs.act[place, :] - decay * reads[:chunk, lane])
         for gate, place, decay, lane in zip(gates, places, decays, lanes, strict=True)
     ]
-    u_CVd = _gdn_pre_apply(refs, refs.solve, group, rest)
-    parts = _gdn_pre_apply(refs, refs.attend, group, [u_CVd[:, lane] for lane in lanes])
+    u_CVd = gdn_pre_apply(refs, refs.solve, group, rest)
+    parts = gdn_pre_apply(refs, refs.attend, group, [u_CVd[:, lane] for lane in lanes])
     ends = [gate.sum_row[:, chunk - 1 :] for gate in gates]
     late = [jnp.exp(end - gate.sum) * u_CVd[:, lane] for end, gate, lane in zip(ends, gates, lanes, strict=True)]
     late_CVd = jnp.concatenate(late, axis=1)
-    new_kVd = _gdn_pre_product(_gdn_pre_terms(kq_Xk[:chunk]), _gdn_pre_terms(late_CVd), (0, 0))
+    new_kVd = gdn_pre_product(gdn_pre_terms(kq_Xk[:chunk]), gdn_pre_terms(late_CVd), (0, 0))
     for member, (place, lane) in enumerate(zip(places, lanes, strict=True)):
         refs.act[place, :] = decays[member] * reads[chunk:, lane] + parts[:, lane]
         refs.held[first + member] = jnp.exp(ends[member]) * refs.held[first + member] + new_kVd[:, lane]
 
 
-def _gdn_pre_apply(refs: _GdnPreRefs, couplings: jax.Ref, group: Array, x: list[Array]) -> Array:
+def gdn_pre_apply(refs: GdnPreRefs, couplings: jax.Ref, group: Array, x: list[Array]) -> Array:
     """A group's couplings times its value heads' [C, d], which come out side by side."""
     pack = refs.blocks.shape[0]
     count = len(x) // pack
     parts = []
     for first in range(count):
         place = group * count + first
-        right = _gdn_pre_terms(_gdn_pre_diagonal(x[first * pack : (first + 1) * pack]))
-        parts.append(_gdn_pre_product((couplings[place, 0], couplings[place, 1]), right))
+        right = gdn_pre_terms(gdn_pre_diagonal(x[first * pack : (first + 1) * pack]))
+        parts.append(gdn_pre_product((couplings[place, 0], couplings[place, 1]), right))
     return jnp.concatenate(parts, axis=1)
 
 
-def _gdn_pre_chunk(refs: _GdnPreRefs, heads: GdnHeads, row: Array, item: Array) -> None:
-    """One chunk of a row while the next one's inputs come in and the last one's outputs go out."""
-    chunk, buf = refs.out_buf.shape[0], item % 2
-    begin, end = refs.cu[row], refs.cu[row + 1]
-    first = begin + item * chunk
-    num_valid = jnp.minimum(end - first, chunk)
-    _gdn_pre_x(refs, first, buf).wait()
-
-    @pl.when(first + chunk < end)
-    def _() -> None:
-        _gdn_pre_x(refs, first + chunk, 1 - buf).start()
-
-    _gdn_pre_convolve(refs, buf, num_valid)
+def _gdn_pre_mix(refs: GdnPreRefs, heads: GdnHeads, first: Array, num_valid: Array) -> None:
+    """A convolved chunk's outputs where its values were, and the states after it."""
     _gdn_pre_gates(refs, first, num_valid)
 
     together = next(count for count in (4, 2, 1) if heads.qk % count == 0)
@@ -378,6 +372,26 @@ def _gdn_pre_chunk(refs: _GdnPreRefs, heads: GdnHeads, row: Array, item: Array) 
 
     lax.fori_loop(0, heads.qk // together, couple, None)
     lax.fori_loop(0, heads.qk, add, None)
+
+
+def _gdn_pre_chunk(
+    refs: GdnPreRefs, heads: GdnHeads, fetch: GdnPreFetch, mix: GdnPreMix, row: Array, item: Array
+) -> None:
+    """One chunk of a row while the next one's inputs come in and the last one's outputs go out."""
+    chunk, buf = refs.out_buf.shape[0], item % 2
+    begin, end = refs.cu[row], refs.cu[row + 1]
+    first = begin + item * chunk
+    num_valid = jnp.minimum(end - first, chunk)
+    for copy in fetch(first, buf):
+        copy.wait()
+
+    @pl.when(first + chunk < end)
+    def _() -> None:
+        for copy in fetch(first + chunk, 1 - buf):
+            copy.start()
+
+    _gdn_pre_convolve(refs, buf, num_valid)
+    mix(first, num_valid, buf)
 
     @pl.when(item > 0)
     def _() -> None:
@@ -393,9 +407,12 @@ def _gdn_pre_chunk(refs: _GdnPreRefs, heads: GdnHeads, row: Array, item: Array) 
     _gdn_pre_out(refs, first).start()
 
 
-def _gdn_prefill_kernel(*operands: jax.Ref, heads: GdnHeads) -> None:
-    """All prefill rows, one after the other."""
-    refs = _GdnPreRefs(*operands)
+def gdn_pre_rows(refs: GdnPreRefs, heads: GdnHeads, fetch: GdnPreFetch, mix: GdnPreMix) -> None:
+    """All prefill rows, one after the other.
+
+    fetch(first token, buffer): the copies that bring a chunk in. mix(first token, valid tokens, buffer): what happens
+    to a chunk between its convolution and its outputs.
+    """
     chunk = refs.out_buf.shape[0]
 
     def add_row(row: Array, carry: None) -> None:
@@ -404,18 +421,32 @@ def _gdn_prefill_kernel(*operands: jax.Ref, heads: GdnHeads) -> None:
 
         @pl.when(length > 0)
         def _() -> None:
-            _gdn_pre_x(refs, begin, jnp.int32(0)).start()
+            for copy in fetch(begin, jnp.int32(0)):
+                copy.start()
             _gdn_pre_load(refs, row)
 
             def add_chunk(item: Array, carry: None) -> None:
-                _gdn_pre_chunk(refs, heads, row, item)
+                _gdn_pre_chunk(refs, heads, fetch, mix, row, item)
 
             lax.fori_loop(0, items, add_chunk, None)
             _gdn_pre_save(refs, row, items % 2)
             _gdn_pre_out(refs, begin + (items - 1) * chunk).wait()
 
-    _gdn_pre_masks(refs)
     lax.fori_loop(refs.scalars[1], refs.scalars[2], add_row, None)
+
+
+def _gdn_prefill_kernel(*operands: jax.Ref, heads: GdnHeads) -> None:
+    """With a decay per head."""
+    refs = GdnPreRefs(*operands)
+
+    def fetch(first: Array, buf: Array) -> tuple[Any, ...]:
+        return (gdn_pre_x(refs, first, buf),)
+
+    def mix(first: Array, num_valid: Array, buf: Array) -> None:
+        _gdn_pre_mix(refs, heads, first, num_valid)
+
+    gdn_pre_masks(refs)
+    gdn_pre_rows(refs, heads, fetch, mix)
 
 
 def gdn_prefill_rows(
@@ -438,23 +469,50 @@ def gdn_prefill_rows(
     x [T+C, H, 128] and out [T+C, V, 128] with C tokens of room; beta, g [T, V] float32; taps [K, H, 128] float32.
     conv_pool [L, slots, W*H, 128], state_pool [L, slots, V, 128, 128].
     """
+    members = heads.v // heads.qk
     gates = jnp.concatenate([beta_TV, g_TV], axis=1)
     gates = jnp.pad(gates, ((0, x_TH.shape[0] - gates.shape[0]), (0, -gates.shape[1] % chip.lanes)))
+    return gdn_pre_call(
+        _gdn_prefill_kernel, x_TH, gates, taps_KH, batch, layer, out_TV, conv_pool, state_pool, heads=heads, chip=chip,
+        chunk=chunk, pack=max(p for p in (1, 2, 4) if p == 1 or (p * chunk <= chip.lanes and members % p == 0)),
+        sums=(2, chunk, gates.shape[1]), decays=(gates.shape[1], chunk),
+    )  # fmt: skip
+
+
+def gdn_pre_call(
+    kernel: Callable[..., None],
+    x_TH: Array,
+    gates: Array,
+    taps_KH: Array,
+    batch: Batch,
+    layer: Array | int,
+    out_TV: Array,
+    conv_pool: Array,
+    state_pool: Array,
+    *more: Array,
+    heads: GdnHeads,
+    chip: ChipLimits,
+    chunk: int,
+    pack: int,
+    sums: tuple[int, ...],
+    decays: tuple[int, ...],
+    scratch: tuple[Any, ...] = (),
+) -> tuple[Array, Array, Array]:
+    """A prefill kernel over GdnPreRefs. more: operands in HBM behind the pools; scratch: behind the refs' own."""
     scalars = jnp.stack([jnp.asarray(layer, jnp.int32), batch.distribution[0], batch.distribution[1]])
     smem, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))
     f32, (num, tile), window = jnp.float32, x_TH.shape[1:], taps_KH.shape[0] - 1
     height = -(-num // chip.sublanes) * chip.sublanes
-    state, members = state_pool.shape[2:], heads.v // heads.qk
-    pack = max(p for p in (1, 2, 4) if p == 1 or (p * chunk <= tile and members % p == 0))
-    scratch = (
+    state = state_pool.shape[2:]
+    own = (
         pltpu.VMEM((2, window + chunk, num, tile), x_TH.dtype),
         pltpu.VMEM(conv_pool.shape[2:], conv_pool.dtype),
         pltpu.VMEM(state, state_pool.dtype),
         pltpu.VMEM(state, f32),
         pltpu.VMEM((chunk, heads.v, tile), out_TV.dtype),
         pltpu.VMEM((chunk * height, tile), f32),
-        pltpu.VMEM((2, chunk, gates.shape[1]), f32),
-        pltpu.VMEM((gates.shape[1], chunk), f32),
+        pltpu.VMEM(sums, f32),
+        pltpu.VMEM(decays, f32),
         pltpu.VMEM((chunk.bit_length(), chunk, pack * chunk), f32),
         pltpu.VMEM((pack, chunk, pack * chunk), jnp.bfloat16),
         pltpu.VMEM((heads.v // pack, 2, chunk, pack * chunk), jnp.bfloat16),
@@ -464,18 +522,32 @@ def gdn_prefill_rows(
         pltpu.SemaphoreType.DMA((2,)),
     )
     return pl.pallas_call(
-        partial(_gdn_prefill_kernel, heads=heads),
+        partial(kernel, heads=heads),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out_TV, conv_pool, state_pool)),
-        in_specs=[smem, smem, smem, smem, hbm, vmem, vmem, hbm, hbm, hbm],
+        in_specs=[smem, smem, smem, smem, hbm, vmem, vmem, hbm, hbm, hbm, *(hbm for _ in more)],
         out_specs=[hbm, hbm, hbm],
-        scratch_shapes=scratch,
+        scratch_shapes=own + scratch,
         input_output_aliases={7: 0, 8: 1, 9: 2},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip.vmem_bytes),
         name="gdn_prefill",
     )(
         scalars, batch.cu_q, batch.slot, batch.has_state.astype(jnp.int32), x_TH, gates, taps_KH, out_TV, conv_pool,
-        state_pool,
+        state_pool, *more,
     )  # fmt: skip
 
 
-__all__ = ["gdn_prefill_rows"]
+__all__ = [
+    "GdnPreRefs",
+    "gdn_pre_apply",
+    "gdn_pre_call",
+    "gdn_pre_diagonal",
+    "gdn_pre_invert",
+    "gdn_pre_keys",
+    "gdn_pre_masks",
+    "gdn_pre_product",
+    "gdn_pre_rows",
+    "gdn_pre_side_by_side",
+    "gdn_pre_terms",
+    "gdn_pre_x",
+    "gdn_prefill_rows",
+]

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
 from ..core.declare import ModelDims
 from ..core.head_fields import gate_width
-from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, prefetched
+from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, off_steps, prefetched, tuned_key
 from . import cost
 from .block import Fields, cached_row, query_dim, row_values
 from .tpu_ragged_sizes import (
@@ -26,13 +26,13 @@ _PREFILL_KEYS = 512
 _PREFILL_ROWS = 1024
 # Steps in VMEM or in flight: three steps of 1024 bfloat16 rows are 1.2 us of HBM time, about one access.
 _BUFFERS = 4
-# Values of a matrix unit's depth; a product of fewer takes as long.
-_MXU_DEPTH = 256
 # Float32 operations per score: scale, mask, maximum, difference, power, sum, rounding.
 _SCORE_OPS = 8
-# 1 MiB of scalar memory, less what the compiler and the other scalars take.
-_TABLE_BYTES = 896 << 10
+# Scalar memory that is left to the compiler and to scalars other than the page table.
+_SMEM_SPARE = 128 << 10
 _ACTIVATIONS, _CACHES = ("bfloat16", "float32"), ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
+# What decides tiles, of one device.
+TUNED_BY = ("rows", "heads", "latent", "page", "kv")
 # cost.py's terms of what is done otherwise here.
 _REPLACED = ("absorb keys", "absorb values", "attend decode", "attend prefill", "expand prefill", "write cache")
 
@@ -69,9 +69,14 @@ def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
 
 def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[str, int]:
     """Values of a pool's row, keys per step, prefill rows per step and buffers: the same in every bucket."""
-    return max((_tiles(load) for load in loads.values()), key=lambda tiles: tiles["decode_keys"]) | {
+    return max((_tiles(fields, load) for load in loads.values()), key=lambda tiles: tiles["decode_keys"]) | {
         "row": _row(fields, next(iter(loads.values())))
     }
+
+
+def kernels(tiles: Mapping[str, int], *, prefills: bool) -> dict[str, int]:
+    """Launches of one layer by kernel, named up to its sizes. prefills: the bucket takes rows of several tokens."""
+    return {"mla_decode": 1, "mla_prefill": 1} if prefills else {"mla_decode": 1}
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -99,11 +104,13 @@ def refuse(fields: Fields, dims: ModelDims, load: Load) -> list[str]:
         found.append(
             f"page size {size}: with a cache in {load.dtypes.kv} the kernels take multiples of {tile}, memory tiles"
         )
-    context = max(load.decode_longest, load.prefill_context)
-    if (table := 4 * load.seqs * ceil(context / size)) > _TABLE_BYTES:
+    if load.table_bytes > (held := chip.smem_bytes - _SMEM_SPARE):
         found.append(
-            f"page tables of {table} bytes: the kernels hold {_TABLE_BYTES} in scalar memory; larger pages need fewer"
+            f"page tables of {load.table_bytes} bytes: the kernels hold {held} in scalar memory; larger pages need less"
         )
+    if not found:
+        unit, tiles = lcm(size, chip.lanes), _tiles(fields, load)
+        found += off_steps(tiles, {"decode_keys": unit, "prefill_keys": unit, "prefill_rows": 1, "buffers": 2})
     if not found and (needed := vmem_bytes(fields, dims, load)) > chip.vmem_bytes:
         found.append(f"{needed} bytes of vector memory: the chip has {chip.vmem_bytes}")
     return found
@@ -114,6 +121,16 @@ def vmem_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
     act, kv = load.dtypes.activation, load.dtypes.kv
     kernels = (False, True) if load.prefill_tokens else (False,)
     return max(mla_vmem_bytes(_sizes(fields, load, prefill), load.seqs, load.tokens, act, kv) for prefill in kernels)
+
+
+def shape_key(fields: Fields, dims: ModelDims, load: Load) -> str:
+    """What tuned tiles are kept by."""
+    return _key(fields, load)
+
+
+def _key(fields: Fields, load: Load) -> str:
+    heads, latent = fields.num_heads // load.degrees.tp, fields.kv_lora_rank
+    return tuned_key(TUNED_BY, rows=load.seqs, heads=heads, latent=latent, page=load.page_size, kv=load.dtypes.kv)
 
 
 def _row(fields: Fields, load: Load) -> int:
@@ -132,29 +149,33 @@ def _heads(fields: Fields, load: Load) -> int:
     return ceil(fields.num_heads // load.degrees.tp / tile) * tile
 
 
-def _tiles(load: Load) -> dict[str, int]:
+def _tiles(fields: Fields, load: Load) -> dict[str, int]:
     decode = _LONG_DECODE_KEYS if load.decode_context >= _LONG_CONTEXT else _DECODE_KEYS
-    return {
+    own = {
         "decode_keys": mla_step_keys(decode, load.page_size),
         "prefill_keys": mla_step_keys(_PREFILL_KEYS, load.page_size),
         "prefill_rows": _PREFILL_ROWS,
         "buffers": _BUFFERS,
     }
+    return own | dict(load.tuned_tiles("mla.tpu_ragged", _key(fields, load)))
 
 
 def _sizes(fields: Fields, load: Load, prefill: bool) -> _Sizes:
-    tiles, heads = _tiles(load), _heads(fields, load)
+    tiles, heads = _tiles(fields, load), _heads(fields, load)
     block, tile = mla_query_block(tiles["prefill_rows"], heads, load.tokens) if prefill else (1, 1)
     keys = tiles["prefill_keys" if prefill else "decode_keys"]
     row, group = _row(fields, load), mla_group(load.page_size)
     return _Sizes(prefill, block, tile, heads, fields.kv_lora_rank, row, keys, tiles["buffers"], group)
 
 
-def _depth(fields: Fields, sizes: _Sizes) -> int:
-    """Values that the products of one query row and key pass through the matrix unit, idle ones included."""
+def _depth(sizes: _Sizes, side: int) -> int:
+    """Values that the products of one query row and key pass through the matrix unit, idle ones included.
+
+    side: of the unit; a product of fewer values takes as long.
+    """
     width = mla_contraction(sizes.tile_tokens * sizes.num_heads, sizes.latent)
-    pieces = sizes.latent // width * ceil(width / _MXU_DEPTH) + ceil((sizes.row - sizes.latent) / _MXU_DEPTH)
-    return pieces * _MXU_DEPTH + sizes.latent
+    pieces = sizes.latent // width * ceil(width / side) + ceil((sizes.row - sizes.latent) / side)
+    return pieces * side + sizes.latent
 
 
 def _attend(
@@ -166,7 +187,7 @@ def _attend(
     return (
         prefetched(op, items * read * row),
         prefetched(op, 2 * rows * sizes.row * itemsize(load.dtypes.activation)),
-        Gemm(op, rows, computed, _depth(fields, sizes), load.dtypes.activation),
+        Gemm(op, rows, computed, _depth(sizes, load.row_full), load.dtypes.activation),
         Vector(op, rows * computed * _SCORE_OPS),
     )
 

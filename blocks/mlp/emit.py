@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..core.emission import Constant, Emission, Site
+from ..core.emission import Constant, Emission, Site, by_bucket
 from .block import Fields
 from .clamp_fields import ClampFields, clamp_text
 
@@ -89,8 +89,8 @@ def scatter_arguments(site: Site) -> tuple[str, ...]:
     if site.returns is None:
         return ("DATA",)
     # One collective_id serves all calls: they are over the same axes.
-    tiles = ("shards_per_chip=COLLECTIVES_SHARDS_PER_CHIP", "micro_batches=COLLECTIVES_MICRO_BATCHES[bucket]")
-    return ("DATA", "chip=CHIP", *tiles)
+    tuning = {name: by_bucket(site.returns_tuning[name]) for name, _ in site.returns.tiles}
+    return ("DATA", "chip=CHIP", *(f"{name}=COLLECTIVES_{name.upper()}{index}" for name, index in tuning.items()))
 
 
 def call_lines(target: str, function: str, arguments: Sequence[str], end: str = "") -> tuple[str, ...]:

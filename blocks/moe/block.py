@@ -117,6 +117,7 @@ VARIANTS = (
             ("stream_rows", "rows summed at once with all sums in vector memory; 0 = fetched by token"),
         ),
         kernel=True,
+        unpermutes=True,
     ),
 )
 

@@ -11,7 +11,7 @@ from .block import Fields
 
 
 def work(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
-    """Exchange of tokens, local experts, shared expert, way back. The router: ../router/cost.py."""
+    """Exchange of tokens, local experts, shared expert, combine. The router: ../router/cost.py."""
     act, router, width = load.dtypes.activation, fields.router, fields.expert_width(dims)
     before, after = _latent(fields, dims, load)
     return (

@@ -12,7 +12,7 @@ def emit(fields: Fields, site: Site) -> Emission:
     """Route, gather the tokens of all ranks, run local experts, reduce back; shared expert where the plan put it."""
     router = fields.router
     chunked = _returns_in_chunks(fields, site)
-    experts = site.function("experts_to_ranks" if chunked else "experts")
+    experts = site.function("experts_reduce_scatter" if chunked else "experts")
     imports: Imports = [experts]
     call = {
         "before": (*_route(fields, site, imports), *_before(fields, site, imports)),
@@ -86,11 +86,16 @@ def _width(fields: Fields) -> str:
 
 def _returns_in_chunks(fields: Fields, site: Site) -> bool:
     """Whether in some bucket one part of the sums is on its way while the next is made: then experts return them."""
-    if not site.variant.kernel or site.dp == 1 or max(site.tuning["return_chunks"].values()) == 1:
+    if not _tuned(site, "return_chunks") or site.dp == 1 or max(site.tuning["return_chunks"].values()) == 1:
         return False
     assert site.returns is None, "a kernel that returns sums runs beside no other kernel"
     assert not _shared_travels_along(fields, site), "the shared expert is added before sums travel"
     return True
+
+
+def _tuned(site: Site, name: str) -> bool:
+    """Whether the plan has a decision that only some kernels' programs have."""
+    return site.variant.kernel and name in site.tuning
 
 
 def _shared_travels_along(fields: Fields, site: Site) -> bool:
@@ -105,7 +110,17 @@ def _constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         Constant(f"{site.prefix}_TOP_K", str(fields.router.top_k), "experts per token"),
         *tile_constants(site),
         *_chunk_constants(fields, site),
+        *_unpermute_constants(site),
+        *_row_constants(site),
     )
+
+
+def _row_constants(site: Site) -> tuple[Constant, ...]:
+    """Present where the kernel multiplies with float8 experts."""
+    if not _tuned(site, "row_parts"):
+        return ()
+    what = "float8 parts of a row in products; 0 = weights are widened to bfloat16"
+    return (tile_constant(f"{site.prefix}_ROW_PARTS", site.tuning["row_parts"], what),)
 
 
 def _chunk_constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
@@ -113,6 +128,14 @@ def _chunk_constants(fields: Fields, site: Site) -> tuple[Constant, ...]:
         return ()
     what = "messages in which sums return, one beside the sums of the next"
     return (tile_constant(f"{site.prefix}_RETURN_CHUNKS", site.tuning["return_chunks"], what),)
+
+
+def _unpermute_constants(site: Site) -> tuple[Constant, ...]:
+    """Present where in some bucket the SparseCores sum experts' rows."""
+    if not _tuned(site, "sparsecore_rows"):
+        return ()
+    what = "expert rows a subcore of the SparseCores copies at once to sum them; 0 = the TensorCore sums"
+    return (tile_constant(f"{site.prefix}_SPARSECORE_ROWS", site.tuning["sparsecore_rows"], what),)
 
 
 def _before(fields: Fields, site: Site, imports: Imports) -> tuple[str, ...]:
@@ -141,8 +164,9 @@ def _arguments(fields: Fields, site: Site) -> tuple[str, ...]:
         f"first_expert=lax.axis_index(EXPERT) * {site.prefix}_EXPERTS" if site.ep > 1 else "first_expert=0",
         *tile_lines(site),
     ]
+    found += [tile_argument(site, "sparsecore_rows")] if _tuned(site, "sparsecore_rows") else []
     found += [f"axes=DATA, {tile_argument(site, 'return_chunks')}"] if _returns_in_chunks(fields, site) else []
-    found += ["quantise_rows=True"] if site.quantises_rows else []
+    found += [tile_argument(site, "row_parts")] if _tuned(site, "row_parts") else []
     found += [f'activation="{experts.activation}"'] if experts.activation != "silu" else []
     if experts.bias:
         found.append("biases=" + _table({f"b_{key}": f"b_{key}" for key in keys}))
@@ -178,7 +202,7 @@ def _combine(fields: Fields, site: Site, imports: Imports) -> tuple[str, ...]:
 
 
 def _shared_alone(fields: Fields, site: Site, imports: Imports) -> tuple[str, ...]:
-    """The shared expert added to the finished sum of the routed ones; a share of it has its own way back."""
+    """The shared expert added to the finished sum of the routed ones; a share of it has its own reduce-scatter."""
     if not site.shared_sharded:
         return (*_shared_lines(fields, site, "s_TD", "h_TD"), "y_TD = (y_TD + s_TD).astype(h_TD.dtype)")
     t = _tokens(site)

@@ -8,16 +8,21 @@ full vector operation, four values per lane and sublane, so that the plan's vect
 from dataclasses import dataclass
 
 from ..core.chip import ChipLimits
-from ..core.work import Term, Vector, itemsize, prefetched
+from ..core.work import Stream, Subcore, Term, Vector, itemsize, prefetched
 
 # Bundles: per row that is summed, per token (its sums set to zero and written out), per tile of tokens.
 _STREAM_SLOTS = (10.2, 9.25, 68.0)
 _CUT_SLOTS = (15.5, 9.25, 68.0)  # where not all sums are held and experts' runs are cut: 20 rows each
 _ROWS_SLOTS = (22.0, 13.5, 240.0)
 _SLOT_WIDTH = 4096  # width at which they were counted
-_SMEM_BYTES = 1 << 20  # scalar memory of a TensorCore, of which half is left to the compiler
 _COPIES = 8  # of rows, under way at a time
 _SPARSE_TOKENS = 8  # tokens that leave a subcore together
+# Bundles of a subcore at _SLOT_WIDTH with 16 lanes, delays included, read off the compiler's program for tpu7x
+# (tests/aot/test_sparsecore.py counts its loops): a row that is a token's first and is stored, one that is added, a
+# token without rows; per row, per group of tokens and per vector of choices that is looked through, at any width.
+_SPARSE_SLOTS = {"first": 432, "added": 496, "none": 416}
+_SPARSE_ROW, _SPARSE_GROUP, _SPARSE_CHOICES = 76, 40, 5.5
+_SPARSE_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def combine_plan(tokens: int, top_k: int, width: int, dtype: str, chip: ChipLimi
         held = _held_tokens(tokens, tile_tokens, width, dtype, chip)
         tile_rows = 64 if held >= tokens else 32
         vmem = _stream_vmem(held, tile_tokens, tile_rows, width, dtype)
-        if vmem <= budget and _stream_smem(tokens, held, top_k) <= _SMEM_BYTES // 2:
+        if vmem <= budget and _stream_smem(tokens, held, top_k) <= chip.smem_bytes // 2:
             return CombinePlan("stream", tile_tokens, tile_rows, held, vmem)
     return combine_rows_plan(top_k, width, dtype, chip)
 
@@ -56,6 +61,17 @@ def combine_rows_plan(top_k: int, width: int, dtype: str, chip: ChipLimits) -> C
         if vmem <= chip.vmem_bytes // 2:
             return CombinePlan("rows", tile_tokens, 0, tile_tokens, vmem)
     return None
+
+
+def combine_tiled(
+    tokens: int, top_k: int, width: int, dtype: str, chip: ChipLimits, tile_tokens: int, tile_rows: int
+) -> CombinePlan:
+    """The plan with these tiles, whether they fit or not. tile_rows 0: by token."""
+    if not tile_rows:
+        vmem = _rows_vmem(tile_tokens, top_k, width, dtype)
+        return CombinePlan("rows", tile_tokens, 0, tile_tokens, vmem)
+    held = _held_tokens(tokens, tile_tokens, width, dtype, chip)
+    return CombinePlan("stream", tile_tokens, tile_rows, held, _stream_vmem(held, tile_tokens, tile_rows, width, dtype))
 
 
 def combine_refuse(top_k: int, width: int, dtype: str) -> list[str]:
@@ -95,6 +111,34 @@ def combine_work(
         prefetched(op, rows * row_bytes),
         prefetched(op, tokens * width * 4),
         Vector(op, slots * 4 * chip.lanes * chip.sublanes),
+    )
+
+
+def sparsecore_work(
+    tokens: int, rows: float, top_k: int, width: int, dtype: str, chip: ChipLimits, op: str = "combine"
+) -> tuple[Term, ...]:
+    """Sums on the SparseCores, one after the other: choices laid out by the TensorCore, start, rows that are there,
+    sums written. rows: local (token, choice) pairs, divided evenly over tokens and subcores.
+
+    Nothing overlaps but rows that come with rows that are summed: a subcore's sums leave before its next are made.
+    """
+    workers, stride = chip.sparse_cores * chip.sc_subcores, max(_power_of_two(top_k), 2)
+    groups = -(-tokens // (_SPARSE_TOKENS * workers))  # of the busiest subcore
+    here = rows / (tokens * top_k)
+    none = (1 - here) ** top_k
+    first, added = 1 - none, top_k * here - (1 - none)
+    counts = {"first": first, "added": added, "none": none}
+    scale = width / _SLOT_WIDTH * _SPARSE_LANES / chip.sc_lanes
+    per_token = sum(counts[key] * slots for key, slots in _SPARSE_SLOTS.items()) * scale + top_k * here * _SPARSE_ROW
+    per_group = _SPARSE_TOKENS * (per_token + stride / chip.sc_lanes * _SPARSE_CHOICES) + _SPARSE_GROUP
+    entries = 2 * 4 * tokens * (top_k + stride)  # places and weights, read and laid out anew
+    sums = tokens * width * 4
+    return (
+        Stream("lay out choices", entries, entries / 2),
+        Subcore("start SparseCores", 0, starts=1),
+        Subcore(op, groups * per_group),
+        prefetched(op, rows * width * itemsize(dtype)),
+        prefetched("write sums", sums),
     )
 
 
@@ -175,7 +219,9 @@ __all__ = [
     "combine_plan",
     "combine_refuse",
     "combine_rows_plan",
+    "combine_tiled",
     "combine_work",
     "sparsecore_copy_rows",
     "sparsecore_refuse",
+    "sparsecore_work",
 ]

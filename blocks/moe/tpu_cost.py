@@ -2,32 +2,43 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil, sqrt
+from math import ceil, prod, sqrt
 
 from ..collectives.cost import return_tokens
 from ..collectives.tpu_cost import refuse_chunks
 from ..core.array_info import SCALED
 from ..core.declare import ModelDims
-from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, prefetched, touched
-from ..router.tpu_cost import refuse_dispatch
+from ..core.work import Gemm, Load, Stream, Term, Vector, itemsize, off_steps, prefetched, touched, tuned_key
 from . import cost
 from .block import Fields
-from .tpu_combine_cost import CombinePlan, combine_plan, combine_refuse, combine_rows_plan, combine_work
+from .tpu_combine_cost import (
+    CombinePlan,
+    combine_plan,
+    combine_refuse,
+    combine_rows_plan,
+    combine_tiled,
+    combine_work,
+    sparsecore_copy_rows,
+    sparsecore_refuse,
+    sparsecore_work,
+)
+from .tpu_dispatch_cost import dispatch_refuse, dispatch_vmem_bytes
 
 # Rows of one product. Below 16 a float8 product costs the same: two of 128 columns share a load of 32 rows.
 _BLOCK_ROWS = (16, 32, 64, 128)
 _SPARE_BYTES = 2 << 20  # the compiler's own: spilled registers, results on their way out of the matrix unit
-_SMEM_BYTES = 1 << 20  # scalar memory of a TensorCore
-_SMEM_SPARE = 128 << 10
+_SMEM_SPARE = 128 << 10  # scalar memory that is left to the compiler and to other scalars
 # Vector operations per value of x times a block scale, rounded to float8: multiply, two packs of two, splat of it.
 _FOLD = 2.25
 _WIDEN = 2.5  # per weight: to float32, times its scale, half a pack
-_SPLIT_ROWS = 32  # tpu_grouped.py
+_SPLIT_ROWS = 32  # up to so many rows of a block two float8 parts of each are cheaper than widened weights
 # Messages in which sums may return, and what one carries at least. Each pays a collective's latency again, and sums of
 # chosen tokens are made by token, at more instructions than by row. By the prices of tpu7x, 4096 wide, two messages of
-# 8 MiB gain 1 %, two of 16 MiB 6 %, four of 16 MiB 12 % of sums and way back, eight of 8 MiB less than four.
+# 8 MiB gain 1 %, two of 16 MiB 6 %, four of 16 MiB 12 % of sums and reduce-scatter, eight of 8 MiB less than four.
 _RETURN_CHUNKS = (4, 2)
 _CHUNK_BYTES = 16 << 20
+# What decides tiles, of one device. rows: dtype of token rows in products with float8 experts; chunks: return_chunks.
+TUNED_BY = ("tokens", "top_k", "experts", "width", "inner", "expert", "scale_block", "rows", "chunks")
 # cost.py's terms of what the kernels do instead.
 _REPLACED = ("experts", "combine")
 
@@ -49,12 +60,29 @@ def tuning(fields: Fields, dims: ModelDims, loads: Mapping[str, Load]) -> dict[s
     found: dict[str, int] = {}
     for bucket, load in loads.items():
         plan = _combine(fields, dims, load)
-        found[f"block_rows.{bucket}"] = block_rows(fields, load)
+        found[f"block_rows.{bucket}"] = _rows(fields, dims, load)
         found[f"combine_tokens.{bucket}"] = plan.tile_tokens if plan else 8
         found[f"stream_rows.{bucket}"] = plan.tile_rows if plan else 0
-        found[f"return_chunks.{bucket}"] = return_chunks(fields, dims, load)
-    found["inner_tile"] = min(_inner_tile(fields, dims, load) or 128 for load in loads.values())
-    return found
+    # Decisions that only some programs have an argument for.
+    chunks = {f"return_chunks.{bucket}": return_chunks(fields, dims, load) for bucket, load in loads.items()}
+    if max(chunks.values()) > 1:
+        found |= chunks
+    if any(load.dtypes.expert in SCALED for load in loads.values()):
+        found |= {f"row_parts.{bucket}": _parts(load, _rows(fields, dims, load)) for bucket, load in loads.items()}
+    if any(load.unpermute == "sparsecore" for load in loads.values()):
+        found |= {f"sparsecore_rows.{bucket}": _sparsecore_rows(fields, dims, load) for bucket, load in loads.items()}
+    inner = {f"inner_tile.{bucket}": _inner_tile(fields, dims, load) or 128 for bucket, load in loads.items()}
+    return found | (inner if len(set(inner.values())) > 1 else {"inner_tile": next(iter(inner.values()))})
+
+
+def kernels(tiles: Mapping[str, int], *, prefills: bool) -> dict[str, int]:
+    """Launches of one layer by kernel, named up to its sizes. prefills: the bucket takes rows of several tokens."""
+    chunks = tiles.get("return_chunks", 1)
+    if tiles.get("sparsecore_rows"):
+        sums = "combine_sparsecore"
+    else:  # those of a chunk are of chosen tokens, which only one kernel makes
+        sums = "combine_stream" if tiles["stream_rows"] and chunks == 1 else "combine_rows"
+    return {"moe_dispatch": 1, "grouped": 1, sums: chunks}
 
 
 def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
@@ -62,7 +90,7 @@ def temp_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
     act, width = itemsize(load.dtypes.activation), fields.expert_width(dims)
     rows = load.gathered_tokens * fields.router.top_k
     return int(
-        load.gathered_tokens * width * (2 * act + 4) + (rows + block_rows(fields, load)) * width * act + rows * 4 * 6
+        load.gathered_tokens * width * (2 * act + 4) + (rows + _rows(fields, dims, load)) * width * act + rows * 4 * 6
     )
 
 
@@ -74,30 +102,36 @@ def refuse(fields: Fields, dims: ModelDims, load: Load) -> list[str]:
     found = _refuse_options(fields)
     found += _refuse_dtypes(load)
     found += combine_refuse(fields.router.top_k, width, act)
-    inner = experts.intermediate_size // load.degrees.etp
-    if inner % 128:
-        found.append(f"intermediate {inner} of an expert on one device: the kernel takes multiples of 128")
-    if load.dtypes.expert in SCALED and width % 128:
-        found.append(f"width {width}: the kernel takes multiples of 128, whole scale blocks")
+    inner, edge = experts.intermediate_size // load.degrees.etp, _edge(load)
+    if inner % edge:
+        found.append(f"intermediate {inner} of an expert on one device: the kernel takes multiples of {edge}")
+    if load.dtypes.expert in SCALED and width % edge:
+        found.append(f"width {width}: the kernel takes multiples of {edge}, whole scale blocks")
     tokens, local = load.gathered_tokens, fields.router.num_experts // load.degrees.ep
-    found += refuse_dispatch(tokens, fields.router.top_k, local, load)
+    found += dispatch_refuse(tokens, fields.router.top_k, local, load)
     scalars = tokens * fields.router.top_k * 4
-    if scalars > _SMEM_BYTES - _SMEM_SPARE:
-        found.append(f"{scalars} bytes of row tokens in scalar memory: the kernel takes {_SMEM_BYTES - _SMEM_SPARE}")
+    if scalars > (held := load.chip.smem_bytes - _SMEM_SPARE):
+        found.append(f"{scalars} bytes of row tokens in scalar memory: the kernel takes {held}")
     if not found and _inner_tile(fields, dims, load) is None:
-        needed = _vmem(fields, dims, load, 128)
-        found.append(
-            f"{needed} bytes of vector memory with 128 columns of an expert: the chip has {load.chip.vmem_bytes}"
-        )
+        needed, has = _vmem(fields, dims, load, edge), load.chip.vmem_bytes
+        found.append(f"{needed} bytes of vector memory with {edge} columns of an expert: the chip has {has}")
     if not found and _combine(fields, dims, load) is None:
         found.append(f"no tile of 8 tokens of width {width} fits the vector memory of {load.chip.vmem_bytes} bytes")
+    found = found or _refuse_tiles(fields, dims, load)
+    if load.unpermute == "sparsecore":
+        refused = sparsecore_refuse(tokens, fields.router.top_k, width, act, load.chip)
+        found += [reason for reason in refused if reason not in found]
     return found
 
 
 def vmem_bytes(fields: Fields, dims: ModelDims, load: Load) -> int:
-    """Scoped vector memory of the largest kernel, which is that of the products."""
-    plan = _combine(fields, dims, load)
-    return max(_vmem(fields, dims, load, _inner_tile(fields, dims, load) or 128), plan.vmem_bytes if plan else 0)
+    """Scoped vector memory of the largest kernel: the products, the sums or, for many narrow tokens, the sort."""
+    plan, local = _combine(fields, dims, load), fields.router.num_experts // load.degrees.ep
+    return max(
+        _vmem(fields, dims, load, _inner_tile(fields, dims, load) or 128),
+        plan.vmem_bytes if plan else 0,
+        dispatch_vmem_bytes(load.gathered_tokens, fields.router.top_k, local),
+    )
 
 
 def block_rows(fields: Fields, load: Load) -> int:
@@ -112,15 +146,58 @@ def block_rows(fields: Fields, load: Load) -> int:
     return next((size for size in _BLOCK_ROWS if size >= rows), _BLOCK_ROWS[-1])
 
 
+def shape_key(fields: Fields, dims: ModelDims, load: Load) -> str:
+    """What tuned tiles are kept by."""
+    return tuned_key(
+        TUNED_BY,
+        tokens=load.gathered_tokens,
+        top_k=fields.router.top_k,
+        experts=fields.router.num_experts // load.degrees.ep,
+        width=fields.expert_width(dims),
+        inner=fields.experts.intermediate_size // load.degrees.etp,
+        expert=load.dtypes.expert,
+        scale_block=load.dtypes.scale_block if load.dtypes.expert in SCALED else 0,
+        rows=load.dtypes.expert_rows,
+        chunks=return_chunks(fields, dims, load),
+    )
+
+
+def _tuned(fields: Fields, dims: ModelDims, load: Load) -> Mapping[str, int]:
+    kernel = "moe.tpu_grouped"
+    return load.tuned_tiles(kernel, shape_key(fields, dims, load)) if kernel in load.tuned else {}
+
+
+def _rows(fields: Fields, dims: ModelDims, load: Load) -> int:
+    return _tuned(fields, dims, load).get("block_rows", block_rows(fields, load))
+
+
+def _refuse_tiles(fields: Fields, dims: ModelDims, load: Load) -> list[str]:
+    """Why the kernels do not take their tiles; own ones they do."""
+    plan, inner = _combine(fields, dims, load), fields.experts.intermediate_size // load.degrees.etp
+    assert plan is not None, "refused before"
+    tiles = {"block_rows": _rows(fields, dims, load), "combine_tokens": plan.tile_tokens}
+    tiles["inner_tile"] = _inner_tile(fields, dims, load) or 0
+    found = off_steps(tiles, {"block_rows": 16, "combine_tokens": 8, "inner_tile": _edge(load)})
+    if plan.tile_rows and return_chunks(fields, dims, load) > 1:
+        found.append(f"stream_rows {plan.tile_rows}: sums that return in chunks are made by token, 0")
+    if not found and inner % tiles["inner_tile"]:
+        found.append(f"inner_tile {tiles['inner_tile']}: the kernel takes what divides {inner}")
+    if not found and (needed := vmem_bytes(fields, dims, load)) > load.chip.vmem_bytes:
+        found.append(f"{needed} bytes of vector memory: the chip has {load.chip.vmem_bytes}")
+    return found
+
+
 def return_chunks(fields: Fields, dims: ModelDims, load: Load) -> int:
     """Messages in which the sums return to their rank, each but the first beside the sums of the next; 1 = whole.
 
-    Only where nothing is added to the sums before they travel, and where something beside the TensorCore exchanges
-    them: the SparseCores, to which the compiler gives its reduce-scatters.
+    Only where nothing is added to the sums before they travel, and where something exchanges them beside the cores
+    that make them: the SparseCores, to which the compiler gives its reduce-scatters, beside the TensorCore.
     """
     width, act, experts = fields.expert_width(dims), load.dtypes.activation, fields.experts
     added = fields.shared is not None and load.degrees.shared > 1 and experts.latent_size is None
     if load.degrees.dp == 1 or added or load.kernel_returns or not load.chip.sparse_cores:
+        return 1
+    if load.unpermute == "sparsecore":
         return 1
     if combine_rows_plan(fields.router.top_k, width, act, load.chip) is None:
         return 1
@@ -159,16 +236,27 @@ def _refuse_dtypes(load: Load) -> list[str]:
 
 def _combine(fields: Fields, dims: ModelDims, load: Load) -> CombinePlan | None:
     shape = (fields.router.top_k, fields.expert_width(dims), load.dtypes.activation, load.chip)
-    if return_chunks(fields, dims, load) > 1:
-        return combine_rows_plan(*shape)
-    return combine_plan(load.gathered_tokens, *shape)
+    whole = return_chunks(fields, dims, load) == 1
+    plan = combine_plan(load.gathered_tokens, *shape) if whole else combine_rows_plan(*shape)
+    tuned = _tuned(fields, dims, load)
+    if plan is None or not tuned.keys() & {"combine_tokens", "stream_rows"}:
+        return plan
+    tiles = tuned.get("combine_tokens", plan.tile_tokens), tuned.get("stream_rows", plan.tile_rows)
+    return combine_tiled(load.gathered_tokens, *shape, *tiles)
 
 
 def _inner_tile(fields: Fields, dims: ModelDims, load: Load) -> int | None:
-    """Most columns of an expert that fit VMEM twice; None when 128 do not."""
-    inner = fields.experts.intermediate_size // load.degrees.etp
-    sizes = [inner // n for n in range(1, inner // 128 + 1) if inner % (n * 128) == 0]
+    """Most columns of an expert, in whole blocks of scales, that fit VMEM twice; None when one block's do not."""
+    if (tuned := _tuned(fields, dims, load).get("inner_tile")) is not None:
+        return tuned
+    inner, edge = fields.experts.intermediate_size // load.degrees.etp, _edge(load)
+    sizes = [inner // n for n in range(1, inner // edge + 1) if inner % (n * edge) == 0]
     return next((size for size in sizes if _vmem(fields, dims, load, size) <= load.chip.vmem_bytes), None)
+
+
+def _edge(load: Load) -> int:
+    """Columns that are not cut: a memory row, or a block of scales, which _refuse_dtypes leaves to float8."""
+    return load.dtypes.scale_block if load.dtypes.expert in SCALED else 128
 
 
 def _parts(load: Load, rows: int) -> int:
@@ -180,7 +268,7 @@ def _parts(load: Load, rows: int) -> int:
 
 def _vmem(fields: Fields, dims: ModelDims, load: Load, inner: int) -> int:
     """Two slots of weights, rows as they come and go, x, inner values and results of a block."""
-    rows, width, act = block_rows(fields, load), fields.expert_width(dims), itemsize(load.dtypes.activation)
+    rows, width, act = _rows(fields, dims, load), fields.expert_width(dims), itemsize(load.dtypes.activation)
     scaled = _parts(load, rows) > 0
     widened = 3 * width * inner * act if load.dtypes.expert in SCALED and not scaled else 0
     weights = 2 * 3 * width * inner * itemsize(load.dtypes.expert) + widened
@@ -192,7 +280,7 @@ def _vmem(fields: Fields, dims: ModelDims, load: Load, inner: int) -> int:
 def _experts(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Ordering, then blocks of rows; weights of each expert with rows move once, as whole matrices."""
     act, dtype, router, width = load.dtypes.activation, load.dtypes.expert, fields.router, fields.expert_width(dims)
-    rows, local = block_rows(fields, load), router.num_experts // load.degrees.ep
+    rows, local = _rows(fields, dims, load), router.num_experts // load.degrees.ep
     mean = load.valid_tokens * router.top_k / router.num_experts
     used = local * touched(load.valid_tokens, router.top_k / router.num_experts)
     blocks = max(used, local * mean / rows)
@@ -200,11 +288,13 @@ def _experts(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     once = (_inner_tile(fields, dims, load) or 128) == inner
     streams = used if once else blocks
     matrix = width * inner * itemsize(dtype)
-    scales = SCALED[dtype].count(width, inner)[0] * SCALED[dtype].count(width, inner)[1] * 4 if dtype in SCALED else 0
+    block = load.dtypes.expert_block
+    scales = prod(block.count(width, inner)) * 4 if block else 0
     parts = _parts(load, rows)
-    # With 128 x 128 scales two blocks of columns share a tile, each with its own left operand.
-    left, product = (2 * parts * rows, dtype) if parts else (rows, act)
-    fold = blocks * 3 * matrix / 128 * rows * parts * _FOLD if parts else streams * 3 * matrix * _WIDEN
+    # With 128 x 128 scales two blocks of columns share a tile, each with its own left operand; else a tile has one.
+    lefts = 2 if _edge(load) == 128 else 1
+    left, product = (lefts * parts * rows, dtype) if parts else (rows, act)
+    fold = blocks * 3 * matrix / 256 * lefts * rows * parts * _FOLD if parts else streams * 3 * matrix * _WIDEN
     scaling = [Vector("experts", fold)] if dtype in SCALED else []
     assignments = load.gathered_tokens * router.top_k
     return (
@@ -220,6 +310,14 @@ def _experts(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     )
 
 
+def _sparsecore_rows(fields: Fields, dims: ModelDims, load: Load) -> int:
+    """Rows of one copy of a subcore; 0: the TensorCore sums."""
+    if load.unpermute == "tensorcore":
+        return 0
+    act, width = load.dtypes.activation, fields.expert_width(dims)
+    return sparsecore_copy_rows(load.gathered_tokens, fields.router.top_k, width, act, load.chip) or 0
+
+
 def _sums(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     """Rows weighted and summed per token, then cast."""
     plan = _combine(fields, dims, load)
@@ -228,14 +326,14 @@ def _sums(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
     act, router, width = load.dtypes.activation, fields.router, fields.expert_width(dims)
     rows = load.valid_tokens * router.top_k / load.degrees.ep
     cast = load.gathered_tokens * width * (4 + itemsize(act))
-    return (
-        *combine_work(load.gathered_tokens, rows, router.top_k, width, act, load.chip, plan=plan),
-        Stream("combine", cast, load.gathered_tokens * width * 4),
-    )
+    shape = (load.gathered_tokens, rows, router.top_k, width, act, load.chip)
+    if load.unpermute == "sparsecore":
+        return (*sparsecore_work(*shape), Stream("cast sums", cast, load.gathered_tokens * width * 4))
+    return (*combine_work(*shape, plan=plan), Stream("combine", cast, load.gathered_tokens * width * 4))
 
 
 def _sums_in_chunks(fields: Fields, dims: ModelDims, load: Load) -> tuple[Term, ...]:
-    """The first chunk's sums, every chunk's way back beside the sums of the others, then the chunks in one array."""
+    """The first chunk's sums, the reduce-scatters beside the sums of the others, then the chunks in one array."""
     chunks, width = return_chunks(fields, dims, load), fields.expert_width(dims)
     sums = _sums(fields, dims, load)
     own = load.tokens * width * itemsize(load.dtypes.activation)
@@ -256,4 +354,14 @@ def _share(term: Term, op: str, parts: int, chunks: int) -> Term:
     return replace(term, op=op, flops=term.flops * parts / chunks)
 
 
-__all__ = ["block_rows", "refuse", "return_chunks", "temp_bytes", "tuning", "vmem_bytes", "work"]
+__all__ = [
+    "block_rows",
+    "kernels",
+    "refuse",
+    "return_chunks",
+    "shape_key",
+    "temp_bytes",
+    "tuning",
+    "vmem_bytes",
+    "work",
+]

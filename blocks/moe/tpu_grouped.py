@@ -6,9 +6,9 @@ go to the expert's sorted places.
 
 Float8 weights keep their block scales exactly: out = sum over blocks of K of scale * (x q) is computed as (x * scale) q
 by the matrix unit, x * scale being made anew for every block of columns while weights load. A row's scale and the
-peak of a column of scales are powers of two taken out before. `quantise_rows`: x * scale is rounded to one float8
-(relative error up to 2**-4 each); else it is the sum of two, which keep 8 significant bits, as bfloat16 has, or for
-blocks of many rows the weights are widened to bfloat16 in VMEM, once per expert.
+peak of a column of scales are powers of two taken out before. `row_parts` 1: x * scale is rounded to one float8
+(relative error up to 2**-4 each); 2: it is the sum of two, which keep 8 significant bits, as bfloat16 has; 0: rows stay
+as they are and the weights are widened to bfloat16 in VMEM, once per expert, which is cheaper for blocks of many rows.
 
 Legend: T tokens, D hidden, K top_k, P = T*K rows, E local experts, I expert intermediate, L layers in a stack, J words
 of a row (tpu_grouped_rows.py), U units an expert's intermediate is cut into, W words of scales.
@@ -32,9 +32,7 @@ from .tpu_combine import combine_rows, combine_stream
 from .tpu_dispatch import dispatch
 from .tpu_grouped_kernel import GmmPlan, GmmScale, grouped_kernel
 from .tpu_grouped_rows import pack_rows
-
-# Up to so many rows a block's rows are split into two float8 parts; for more it is cheaper to widen the weights.
-_GMM_SPLIT_ROWS = 32
+from .tpu_sparsecore_emulation import unpermute_sparsecore
 
 
 def experts_grouped(
@@ -57,14 +55,16 @@ def experts_grouped(
     block_rows: int,
     combine_tokens: int,
     stream_rows: int = 0,
+    sparsecore_rows: int = 0,
     inner_tile: int | None = None,
-    quantise_rows: bool = False,
+    row_parts: int = 0,
 ) -> Array:
     """Sum of weighted local experts per token -> [T, D] float32, partial over ep and etp; arguments as in xla.py.
 
-    Only gated SwiGLU experts without biases and limits. block_rows, inner_tile, quantise_rows: expert_rows_grouped.
+    Only gated SwiGLU experts without biases and limits. block_rows, inner_tile, row_parts: expert_rows_grouped.
     combine_tokens: tokens whose sums leave together. stream_rows: rows that are added at once, with the sums of all
-    tokens in VMEM; 0: rows are fetched token by token, however many tokens.
+    tokens in VMEM; 0: rows are fetched token by token, however many tokens. sparsecore_rows: rows a subcore copies at
+    a time where the SparseCores sum instead; 0: the TensorCore does.
     """
     plain = biases is None and clamp is None and weigh == "output" and add_b_down is True
     assert w_gate is not None and activation == "silu" and plain, "options that tpu_cost.refuse names"
@@ -81,9 +81,11 @@ def experts_grouped(
         chip=chip,
         block_rows=block_rows,
         inner_tile=inner_tile,
-        quantise_rows=quantise_rows,
+        row_parts=row_parts,
     )
     width = h_TD.shape[1]
+    if sparsecore_rows:
+        return unpermute_sparsecore(rows, order.place_TK, weight_TK, width=width, chip=chip, copy_rows=sparsecore_rows)
     if not stream_rows:
         return combine_rows(rows, order.place_TK, weight_TK, width=width, chip=chip, tile_tokens=combine_tokens)
     return combine_stream(
@@ -99,7 +101,7 @@ def experts_grouped(
     )
 
 
-def experts_to_ranks_grouped(
+def experts_reduce_scatter_grouped(
     h_AD: Array,
     index_AK: Array,
     weight_AK: Array,
@@ -116,8 +118,9 @@ def experts_to_ranks_grouped(
     block_rows: int,
     combine_tokens: int,
     stream_rows: int = 0,
+    sparsecore_rows: int = 0,
     inner_tile: int | None = None,
-    quantise_rows: bool = False,
+    row_parts: int = 0,
 ) -> Array:
     """experts_grouped of the tokens A of all shards of `axes`, summed over them, back to this shard's -> [T, D].
 
@@ -139,10 +142,12 @@ def experts_to_ranks_grouped(
             block_rows=block_rows,
             combine_tokens=combine_tokens,
             stream_rows=stream_rows,
+            sparsecore_rows=sparsecore_rows,
             inner_tile=inner_tile,
-            quantise_rows=quantise_rows,
+            row_parts=row_parts,
         )
         return reduce_scatter_tokens(y_AD.astype(h_AD.dtype), axes)
+    assert not sparsecore_rows, "the compiler's reduce-scatters are on the SparseCores: sums there return whole"
     order = dispatch(index_AK, first_expert=first_expert, num_local=w_up.shape[1], chip=chip)
     rows = expert_rows_grouped(
         h_AD,
@@ -156,7 +161,7 @@ def experts_to_ranks_grouped(
         chip=chip,
         block_rows=block_rows,
         inner_tile=inner_tile,
-        quantise_rows=quantise_rows,
+        row_parts=row_parts,
     )
     return combine_reduce_scatter(
         partial(combine_rows, rows, width=h_AD.shape[1], chip=chip, tile_tokens=combine_tokens),
@@ -182,7 +187,7 @@ def expert_rows_grouped(
     chip: ChipLimits,
     block_rows: int,
     inner_tile: int | None = None,
-    quantise_rows: bool = False,
+    row_parts: int = 0,
 ) -> Array:
     """Every local expert's unweighted output rows as words [P + block_rows, J, 128], at their sorted places.
 
@@ -192,7 +197,7 @@ def expert_rows_grouped(
     """
     _, num_local, hidden, inner = w_up.shape
     words = pack_rows(h_TD)
-    plan, scale = _gmm_plan(words, w_up, scales, layer, block_rows, inner_tile or inner, quantise_rows)
+    plan, scale = _gmm_plan(words, w_up, scales, layer, block_rows, inner_tile or inner, row_parts)
     out_rows = token_P.shape[0] + block_rows
     # Rows of whole tiles lie one behind the other, so that several are one copy.
     flat = plan.words == plan.stride
@@ -217,19 +222,19 @@ def _gmm_plan(
     layer: Array | int,
     block_rows: int,
     inner: int,
-    quantise_rows: bool,
+    row_parts: int,
 ) -> tuple[GmmPlan, Array]:
     """What the kernel is specialised for, and the scale words of each expert's units [E, U, W, 128]."""
     _, num_local, hidden, whole = w_up.shape
     units = whole // inner
     assert inner % 128 == 0 and units * inner == whole, (whole, inner)
-    parts = 0 if scales is None else 1 if quantise_rows else 2 if block_rows <= _GMM_SPLIT_ROWS else 0
+    assert row_parts in (0, 1, 2) and (scales is not None or not row_parts), row_parts
     found: tuple[GmmScale, ...] = ()
     scale = jnp.zeros((num_local, units, 8, 128), jnp.float32)
     if scales is not None:
         found, scale = _gmm_scale_words(scales, layer, hidden, inner, units)
     count = words.shape[1]
-    return GmmPlan(num_local, block_rows, hidden, inner, units, parts, count, -(-count // 8) * 8, found), scale
+    return GmmPlan(num_local, block_rows, hidden, inner, units, row_parts, count, -(-count // 8) * 8, found), scale
 
 
 def _gmm_scale_words(

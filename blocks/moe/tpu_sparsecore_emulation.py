@@ -1,15 +1,46 @@
 """What tpu_sparsecore.py computes, step by step on the host: its runs, its lists, its copies, its order of sums.
 
 Memory of a subcore starts as NaN here, and what an indirect copy ignores stays as it was: a result that used either
-would show it. Legend as in tpu_sparsecore.py.
+would show it. unpermute_sparsecore is what programs call: the kernel on a TPU, this emulation where a program of TPU
+kernels runs in Pallas' TPU interpreter on a CPU, which has no rule for a SparseCore. Legend as in tpu_sparsecore.py.
 """
 
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ..core.chip import ChipLimits
-from .tpu_sparsecore import SPARSECORE_TOKENS, sparsecore_entries, sparsecore_share, sparsecore_stride
+from .tpu_sparsecore import (
+    SPARSECORE_TOKENS,
+    combine_sparsecore,
+    sparsecore_entries,
+    sparsecore_share,
+    sparsecore_stride,
+)
+
+
+def unpermute_sparsecore(
+    out_PJ: Array, place_TK: Array, weight_TK: Array, *, width: int, chip: ChipLimits, copy_rows: int
+) -> Array:
+    """combine_sparsecore, lowered for a TPU; lowered for a CPU, its emulation. Same arguments, same sums.
+
+    The rows come from a kernel (expert_rows_grouped) that a CPU runs in interpret mode only, so no program gets the
+    emulation that did not ask for the interpreter.
+    """
+
+    def on_tpu(out_PJ: Array, place_TK: Array, weight_TK: Array) -> Array:
+        # Both branches are traced; one that asked for the interpreter would have effects that the other has not.
+        no_params: Any = None
+        with pltpu.force_tpu_interpret_mode(no_params):
+            return combine_sparsecore(out_PJ, place_TK, weight_TK, width=width, chip=chip, copy_rows=copy_rows)
+
+    on_cpu = partial(combine_sparsecore_emulated, width=width, chip=chip, copy_rows=copy_rows)
+    return lax.platform_dependent(out_PJ, place_TK, weight_TK, cpu=on_cpu, tpu=on_tpu)
 
 
 def gather_rows_sparsecore_emulated(
@@ -31,11 +62,35 @@ def gather_rows_sparsecore_emulated(
 def combine_sparsecore_emulated(
     out_PJ: Array, place_TK: Array, weight_TK: Array, *, width: int, chip: ChipLimits, copy_rows: int
 ) -> Array:
-    """combine_sparsecore."""
-    workers, rows = chip.sparse_cores * chip.sc_subcores, np.asarray(out_PJ)
-    place = np.asarray(sparsecore_entries(place_TK, -1, chip))
-    weight = np.asarray(sparsecore_entries(weight_TK.astype(jnp.float32), 0, chip))
-    groups, stride = -(-place_TK.shape[0] // SPARSECORE_TOKENS), sparsecore_stride(place_TK.shape[1])
+    """combine_sparsecore; may be traced."""
+    num_tokens, top_k = place_TK.shape
+    place, weight = sparsecore_entries(place_TK, -1, chip), sparsecore_entries(weight_TK.astype(jnp.float32), 0, chip)
+    groups = -(-num_tokens // SPARSECORE_TOKENS)
+    host = partial(
+        _emulated_sums,
+        groups=groups,
+        stride=sparsecore_stride(top_k),
+        workers=chip.sparse_cores * chip.sc_subcores,
+        width=width,
+        copy_rows=copy_rows,
+    )
+    found = jax.ShapeDtypeStruct((groups * SPARSECORE_TOKENS, width), jnp.float32)
+    return jax.pure_callback(host, found, out_PJ, place, weight)[:num_tokens]
+
+
+def _emulated_sums(
+    out_PJ: Array,
+    place_entries: Array,
+    weight_entries: Array,
+    *,
+    groups: int,
+    stride: int,
+    workers: int,
+    width: int,
+    copy_rows: int,
+) -> np.ndarray:
+    """All subcores, one after the other, on the host; values by entry as sparsecore_entries lays them out."""
+    rows, place, weight = (np.asarray(x) for x in (out_PJ, place_entries, weight_entries))
     group = SPARSECORE_TOKENS * stride
     y_TD = _emulated_memory((groups * SPARSECORE_TOKENS, width), np.float32)
     for worker in range(workers):
@@ -58,7 +113,7 @@ def combine_sparsecore_emulated(
             before = token
         sums[before + 1 :] = 0
         y_TD[first * SPARSECORE_TOKENS : (first + count) * SPARSECORE_TOKENS] = sums
-    return jnp.asarray(y_TD[: place_TK.shape[0]])
+    return y_TD
 
 
 def _emulated_memory(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
@@ -74,4 +129,4 @@ def _emulated_values(words: np.ndarray) -> np.ndarray:
     return np.concatenate([bits << np.uint32(16), bits & np.uint32(0xFFFF0000)]).view(np.float32)
 
 
-__all__ = ["combine_sparsecore_emulated", "gather_rows_sparsecore_emulated"]
+__all__ = ["combine_sparsecore_emulated", "gather_rows_sparsecore_emulated", "unpermute_sparsecore"]

@@ -1,4 +1,4 @@
-"""Work, limits and tiles of the fused router kernel (tpu_fused.py) and of the counting sort behind it. No jax.
+"""Work, limits and tiles of the fused router kernel (tpu_fused.py). No jax.
 
 The functions take the router's fields, not a block's: a mixture of experts calls them for its router.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from ..core.declare import ModelDims
-from ..core.work import Gemm, Load, Term, Vector, itemsize
+from ..core.work import Gemm, Load, Term, Vector, itemsize, off_steps, tuned_key
 from .router_fields import Router
 
 LANES = 128
@@ -19,6 +19,8 @@ TILE_HIDDEN = 4096
 # Share of vector memory that one kernel may take: XLA keeps arrays of the layers around in the rest.
 MEMORY_SHARE = 2
 DTYPES = ("bfloat16", "float32")
+# What decides tiles, of one device.
+TUNED_BY = ("tokens", "width", "experts", "weight")
 
 
 def work(router: Router, dims: ModelDims, load: Load) -> tuple[Term, ...]:
@@ -41,7 +43,25 @@ def tuning(router: Router, dims: ModelDims, loads: Mapping[str, Load]) -> dict[s
     return found
 
 
+def kernels(tiles: Mapping[str, int], *, prefills: bool) -> dict[str, int]:
+    """Launches of one layer by kernel, named up to its sizes. prefills: the bucket takes rows of several tokens."""
+    return {"router_fused": 1}
+
+
 def tiles(router: Router, dims: ModelDims, load: Load) -> tuple[int, int]:
+    """Tokens of a block, rows of the matrix at a time: as tuned, else the variant's own."""
+    tokens, hidden = _own_tiles(router, dims, load)
+    tuned = load.tuned_tiles("router.tpu_fused", shape_key(router, dims, load))
+    return tuned.get("route_tokens", tokens), tuned.get("route_hidden", hidden)
+
+
+def shape_key(router: Router, dims: ModelDims, load: Load) -> str:
+    """What tuned tiles are kept by."""
+    width, experts = dims.hidden_size, router.num_experts
+    return tuned_key(TUNED_BY, tokens=load.tokens, width=width, experts=experts, weight=load.dtypes.weight)
+
+
+def _own_tiles(router: Router, dims: ModelDims, load: Load) -> tuple[int, int]:
     """One block of tokens reads the matrix in pieces; more blocks read it once, as long as it fits."""
     tokens = min(ceil(load.tokens / ROWS) * ROWS, TILE_TOKENS)
     hidden = dims.hidden_size
@@ -89,27 +109,18 @@ def refuse(router: Router, dims: ModelDims, load: Load) -> list[str]:
         found.append(f"renorm_power {router.renorm_power}: the kernel takes 1 or 2")
     if 2 * router.top_k > LANES:
         found.append(f"top_k {router.top_k}: the kernel takes up to {LANES // 2}")
+    found = found or _refuse_tiles(router, dims, load)
     if not found and (need := vmem_bytes(router, dims, load)) > load.chip.vmem_bytes:
         found.append(f"{need} bytes of vector memory: the chip has {load.chip.vmem_bytes}")
     return found
 
 
-def dispatch_vmem_bytes(tokens: int, top_k: int, num_local: int) -> int:
-    """Vector memory of ../moe/tpu_dispatch.py for the choices of all ranks' tokens, which stay on the chip."""
-    tokens = ceil(tokens / 256) * 256
-    sublanes = ceil(top_k / 8) * 8
-    by_token = 2 * LANES * 4 + 2 * sublanes * 4 + ceil(num_local / 64) * 64 * 2
-    places = ceil(tokens * top_k / (64 * LANES)) * 64 * LANES
-    return tokens * by_token + places * 3 * 4 + num_local * LANES * 4
-
-
-def refuse_dispatch(tokens: int, top_k: int, num_local: int, load: Load) -> list[str]:
-    """Why the counting sort cannot order the choices of this many tokens; [] when it can."""
-    found = []
-    if tokens * top_k >= 2**24:
-        found.append(f"{tokens} tokens x {top_k} choices: the kernel counts below {2**24}")
-    if top_k > LANES:
-        found.append(f"top_k {top_k}: the kernel takes up to {LANES}")
-    if (need := dispatch_vmem_bytes(tokens, top_k, num_local)) > load.chip.vmem_bytes:
-        found.append(f"{need} bytes of vector memory for {tokens} tokens: the chip has {load.chip.vmem_bytes}")
+def _refuse_tiles(router: Router, dims: ModelDims, load: Load) -> list[str]:
+    """Why the kernel does not take its tiles; own ones it does."""
+    block, hidden = tiles(router, dims, load)
+    found = off_steps({"route_tokens": block}, {"route_tokens": ROWS})
+    if block >= load.tokens + ROWS:
+        found.append(f"route_tokens {block}: there are {load.tokens}")
+    if hidden < 1 or dims.hidden_size % hidden:
+        found.append(f"route_hidden {hidden}: the kernel takes what divides {dims.hidden_size}")
     return found

@@ -94,12 +94,13 @@ def route_fused(
     expert_scale_E: Array | None = None,
     cast: bool = True,
     chip: ChipLimits,
-    route_tokens: int = 256,
-    route_hidden: int = 4096,
+    route_tokens: int,
+    route_hidden: int,
 ) -> tuple[Array, Array]:
     """Pick top_k experts per token -> (index [T, K] int32, weight [T, K] in h's dtype, float32 without cast).
 
-    route_tokens: tokens of one block; route_hidden: rows of w_router that are multiplied while the next ones arrive.
+    route_tokens: tokens of one block, whole groups of 64, no more of them than T takes; route_hidden: rows of w_router
+    that are multiplied while the next ones arrive, a divisor of D.
     Which options are not in this kernel: tpu_cost.refuse.
     """
     assert weights != "sparsemixer", f"weights {weights!r} (jitter {jitter}) are not in this kernel"
@@ -141,8 +142,8 @@ def route_packed_fused(
     expert_scale_E: Array | None = None,
     cast: bool = True,
     chip: ChipLimits,
-    route_tokens: int = 256,
-    route_hidden: int = 4096,
+    route_tokens: int,
+    route_hidden: int,
     **rules: Any,
 ) -> Array:
     """route_fused in the form that travels: [T, 2K] int32, K indices and the bits of K weights as float32.
@@ -169,9 +170,9 @@ def _router_call(
 ) -> Sequence[Array]:
     """The kernel over blocks of tokens and, inside, of hidden."""
     (tokens, hidden), experts = h_TD.shape, w_router.shape[1]
-    rows = _ROUTER_ROWS
-    block = min(-(-tiles[0] // rows), -(-tokens // rows)) * rows
-    depth = tiles[1] if hidden % tiles[1] == 0 else hidden
+    rows, (block, depth) = _ROUTER_ROWS, tiles
+    assert block % rows == 0 < block < tokens + rows, f"{tokens} tokens in blocks of {block}: multiples of {rows}"
+    assert hidden % depth == 0, f"hidden {hidden} in pieces of {depth}"
     padded = -(-experts // _ROUTER_LANES) * _ROUTER_LANES
     used = {name: vector for name, vector in vectors.items() if vector is not None}
     operands = [_router_operand(name, one, h_TD.dtype, rules, padded) for name, one in used.items()]

@@ -42,12 +42,13 @@ def planned(plan: Plan) -> dict[str, Any]:
         "NUM_SLOTS": plan.slots_per_rank,
         "BUCKETS": buckets,
         "COMPILE_OPTIONS": plan.compile_options,
+        **({"DEVICE": plan.device} if plan.device else {}),
         **_tuning(plan.tuning),
     }
 
 
 def _tuning(tuning: dict[str, int]) -> dict[str, Any]:
-    """gdn.chunk -> GDN_CHUNK; moe.block_rows.decode -> an entry of MOE_BLOCK_ROWS."""
+    """gdn.chunk -> GDN_CHUNK; moe.block_rows.decode -> an entry of MOE_BLOCK_ROWS, its value where buckets agree."""
     found: dict[str, Any] = {}
     for key, value in tuning.items():
         block, name, *bucket = key.split(".")
@@ -56,7 +57,8 @@ def _tuning(tuning: dict[str, int]) -> dict[str, Any]:
             found.setdefault(constant, {})[bucket[0]] = value
         else:
             found[constant] = value
-    return found
+    same = {name: one for name, one in found.items() if isinstance(one, dict) and len(set(one.values())) == 1}
+    return found | {name: next(iter(one.values())) for name, one in same.items()}
 
 
 def literals(source: str) -> dict[str, Any]:

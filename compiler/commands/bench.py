@@ -14,7 +14,8 @@ import moec
 from .common import add_json, add_target, fail
 
 USAGE = (
-    "moec bench kernels [--case NAME] [--target TARGET] [--peers DIR] [--xla] [--loops] [--tune] [--timeout S] [--json]"
+    "moec bench kernels [--case NAME] [--target TARGET] [--peers DIR] [--xla] [--loops] [--tune] [--record]\n"
+    "                          [--timeout S] [--keep-dumps DIR] [--reread DIR] [--json]"
 )
 EPILOG = """\
 examples:
@@ -23,7 +24,8 @@ examples:
   moec bench kernels --target v6e:2x2 --json
 """
 BENCHMARKS = ("kernels",)
-VALUES, FLAGS = ("target", "peers", "timeout"), ("xla", "loops", "tune", "json")
+VALUES, FOLDERS = ("target", "timeout"), ("peers", "keep_dumps", "reread")
+FLAGS = ("xla", "loops", "tune", "record", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--xla", action="store_true", help="also XLA's own operations, as baselines")
     parser.add_argument("--loops", action="store_true", help="print each module's loops and conditional regions")
     parser.add_argument("--tune", action="store_true", help="try the cases' tile grids and write targets/<chip>/tuned")
+    parser.add_argument("--record", action="store_true", help="keep the numbers in benchmarks/kernels/results/")
     parser.add_argument("--timeout", metavar="S", help="seconds per case (600)")
+    parser.add_argument("--keep-dumps", metavar="DIR", type=Path, help="leave the bundles in DIR/CASE")
+    parser.add_argument("--reread", metavar="DIR", type=Path, help="no compiling for what --keep-dumps DIR has")
     add_json(parser)
 
 
@@ -43,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
     root = Path(moec.__file__).parent.resolve().parent
     if not (root / "benchmarks" / args.benchmark).is_dir():
         fail(f"no benchmarks/{args.benchmark} here", "clone the repository and install it with `make setup`")
-    options = [word for name in args.case for word in ("--case", name)]
-    args.peers = str(args.peers.resolve()) if args.peers else None  # the benchmark runs in another folder
-    options += [word for name in VALUES if (value := getattr(args, name)) for word in (f"--{name}", value)]
+    given = [("case", name) for name in args.case]
+    given += [(name, value) for name in VALUES if (value := getattr(args, name)) is not None]
+    # The benchmark runs in another folder.
+    given += [(name.replace("_", "-"), str(value.resolve())) for name in FOLDERS if (value := getattr(args, name))]
+    options = [f"--{name}={value}" for name, value in given]
     options += [f"--{name}" for name in FLAGS if getattr(args, name)]
     command = [sys.executable, "-m", f"benchmarks.{args.benchmark}", *options]
     return subprocess.run(command, cwd=root, check=False).returncode

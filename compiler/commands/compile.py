@@ -10,8 +10,10 @@ from pathlib import Path
 from ..emit.emit import check
 from ..emit.package import program_dir
 from ..plan.choose import make_plan
+from ..problems import Problem, ProblemsError
 from .common import add_target, add_words, add_workload, fail, log, one_name, required
-from .programs import load_request, read_plan, same_request, write_program
+from .plan_file import read_plan, recorded_in
+from .programs import load_request, same_request, write_program
 
 USAGE = "moec compile MODEL --target TARGET [--workload NAME] [-o DIR] [--standalone] [--check] [key=value ...]"
 EPILOG = """\
@@ -58,10 +60,23 @@ def _check_all(root: Path) -> int:
     if not plans:
         fail(f"no emitted program under {root}", "moec compile MODEL --target TARGET writes one")
     drift: list[str] = []
+    problems: list[Problem] = []
     for path in plans:
-        request = same_request(read_plan(path.parent))
-        drift += check(request.graph, make_plan(request), path.parent)
+        try:
+            drift += _drift(path.parent)
+        except ProblemsError as error:
+            problems += error.problems
+    if problems:
+        raise ProblemsError(problems)
     return _report(drift, f"{root}: no drift in {len(plans)} programs")
+
+
+def _drift(folder: Path) -> list[str]:
+    """What differs between a folder and what its plan.json asks for."""
+    request = same_request(read_plan(folder), folder)
+    with recorded_in(folder):
+        plan = make_plan(request)
+    return check(request.graph, plan, folder)
 
 
 def _hidden(path: Path) -> bool:

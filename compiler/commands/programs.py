@@ -17,6 +17,7 @@ from ..spec.load import load
 from ..spec.schema import Request
 from .agreement import disagreements
 from .common import fail, log, one_name, program_folder, use_cpu_devices
+from .plan_file import read_plan, recorded_in
 
 CACHE = Path(".moec_cache")  # like the caches of other developer tools, in the working directory
 TPU_NODES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # device files of TPU chips on Linux
@@ -44,7 +45,7 @@ def find_program(words: list[str], target: str | None, workload: str | None, *, 
         target = target or visible_target()
         request = load_request(name, target, workload, overrides)
         extra = () if workload else context_override(overrides, positions, request.model.max_context)
-        return emit_cached(load_request(name, target, workload, (*extra, *overrides)) if extra else request)
+        return emit_cached(load_request(name, target, workload, (*overrides, *extra)) if extra else request)
     plan = read_plan(folder)
     if workload or overrides or (target and not _names_target(target, plan)):
         fail(f"{folder} is an emitted program for {plan.target}, its plan is fixed", "name the MODEL to change it")
@@ -94,20 +95,15 @@ def write_program(request: Request, plan: Plan, folder: Path, *, standalone: boo
             fail(f"{folder} {reason}", "name an empty or absent folder with -o DIR")
         return emit(request.graph, plan, folder, standalone=standalone)
     except OSError as error:
-        fail(f"cannot write {folder}: {error.strerror or error}", "name a folder that can be written with -o DIR")
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+        why = f"{file} is a file" if file else error.strerror or error
+        fail(f"cannot write {folder}: {why}", "name a folder that can be written with -o DIR")
 
 
-def read_plan(folder: Path) -> Plan:
-    """The plan of an emitted program."""
-    try:
-        return Plan.model_validate_json((folder / "plan.json").read_bytes())
-    except ValueError:
-        fail(f"{folder}/plan.json is not the plan of this compiler", "compile the program again")
-
-
-def same_request(plan: Plan) -> Request:
-    """The request a plan was made from."""
-    return load(plan.model_source, target=plan.target, workload=plan.workload_source, overrides=plan.overrides)
+def same_request(plan: Plan, folder: Path) -> Request:
+    """The request the plan of a folder was made from."""
+    with recorded_in(folder):
+        return load(plan.model_source, target=plan.target, workload=plan.workload_source, overrides=plan.overrides)
 
 
 def prepare_devices(plan: Plan) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..problems import Problem, ProblemsError
 from .common import add_json, add_target, add_words, add_workload, fail, log, one_name, print_json, program_folder
-from .programs import Emitted, find_program, load_request, prepare_devices, read_plan, take_devices, visible_target
+from .plan_file import read_plan
+from .programs import Emitted, find_program, load_request, prepare_devices, take_devices, visible_target
 from .progress import Printer, load_with_progress
 
 if TYPE_CHECKING:

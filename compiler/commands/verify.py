@@ -1,7 +1,7 @@
 """Check a program: against the TPU compiler, against the float32 references, against a recording.
 
 --aot compiles every bucket for the target's topology (no chip needed) and compares memory,
-donation and collectives with the plan. --numerics compares every layer with the float32
+donation, collectives and kernels with the plan. --numerics compares every layer with the float32
 references on random weights, on virtual CPU devices. --reference compares full, chunked and
 cached logits and greedy ids with a recorded reference on its checkpoint. Without any of them,
 a program for a CPU gets --numerics and any other --aot. A check that cannot be made here is
@@ -110,6 +110,7 @@ def _asked(args: argparse.Namespace, name: str) -> bool:
 
 def _aot(args: argparse.Namespace, emitted: Emitted) -> "AotReport":
     from ..verify.aot import block_layers, verify_aot
+    from ..verify.kernels import planned_kernels
 
     if args.keep_dumps and args.keep_dumps.is_dir() and any(args.keep_dumps.iterdir()):
         fail(f"--keep-dumps {args.keep_dumps} is not empty", "name an empty or absent folder")
@@ -117,11 +118,13 @@ def _aot(args: argparse.Namespace, emitted: Emitted) -> "AotReport":
     unknown = sorted(set(args.bucket or ()) - set(names))
     if unknown:
         fail(f"the program has no bucket {', '.join(unknown)}", f"buckets: {', '.join(names)}")
+    graph = _graph(emitted)
     return verify_aot(
         emitted.folder,
         emitted.plan,
         emitted.plan.target,
-        layers=block_layers(_graph(emitted)),
+        layers=block_layers(graph),
+        kernels=planned_kernels(graph, emitted.plan),
         cache_dir=CACHE,
         buckets=args.bucket,
         keep_dumps=args.keep_dumps,
@@ -155,7 +158,7 @@ def _graph(emitted: Emitted) -> Graph:
     """The graph the program was emitted from."""
     if emitted.request:
         return emitted.request.graph
-    request = same_request(emitted.plan)
+    request = same_request(emitted.plan, emitted.folder)
     if request.digests != emitted.plan.digests:
         fail(
             f"{emitted.folder} was emitted from other files than those of today", "compile it again, or name the MODEL"

@@ -8,7 +8,7 @@ key/value heads repeated where the tensor-parallel degree exceeds their number.
 import math
 from dataclasses import dataclass, fields, replace
 
-from moec.blocks.core.array_info import SCALED, ArrayInfo, Op, Source
+from moec.blocks.core.array_info import SCALED, ArrayInfo, Op, ScaleBlock, Source, scaled_block
 from moec.blocks.core.declare import HeadCut, PagedState, SlotState, Variant, Weight
 from moec.blocks.core.work import Dtypes, itemsize
 from moec.blocks.registry import axis_roles
@@ -81,7 +81,8 @@ def expert_arrays(graph: Graph, inst: BlockInst, plan: Plan) -> dict[str, ArrayI
     for key, weight in declared.items():
         found[key] = _stacked(graph, f"{inst.name}.{key}", weight, cuts, plan, layers)
         if found[key].dtype in SCALED:
-            found[f"{key}_scale"] = _scales(found[key], key)
+            block = scaled_block(found[key].dtype, plan.dtypes.scale_block)
+            found[f"{key}_scale"] = _scales(found[key], key, block)
     return found
 
 
@@ -109,10 +110,11 @@ def _with_ops(found: tuple[Source, ...], ops: tuple[Op, ...]) -> tuple[Source, .
     return tuple(replace(source, ops=(*source.ops, *ops)) for source in found)
 
 
-def _scales(info: ArrayInfo, key: str) -> ArrayInfo:
-    block = SCALED[info.dtype]
+def _scales(info: ArrayInfo, key: str, block: ScaleBlock) -> ArrayInfo:
+    """Their block is said where it is not that of the dtype."""
     shape = (*info.shape[:-2], *block.count(*info.shape[-2:]))
-    return ArrayInfo(shape, block.dtype, info.axes, layers=info.layers, scale_of=key)
+    own = None if block == SCALED[info.dtype] else (block.rows, block.columns)
+    return ArrayInfo(shape, block.dtype, info.axes, layers=info.layers, scale_of=key, block=own)
 
 
 def top_arrays(graph: Graph, plan: Plan) -> dict[str, ArrayInfo]:

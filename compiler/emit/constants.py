@@ -1,6 +1,7 @@
 """The UPPER constants at the top of an emitted program, and which variants it uses."""
 
 import textwrap
+from collections.abc import Iterable
 
 from moec.blocks.core.declare import Variant
 from moec.blocks.core.emission import Constant, Emission, variant_constants
@@ -10,6 +11,8 @@ from ..graph.ir import BlockInst, Graph
 from ..plan.plan import Plan
 from ..plan.variants import WAY_BACK
 from .arrays import chosen_variant
+
+WIDTH = 110  # of emitted lines
 
 
 def text(value: object) -> str:
@@ -65,11 +68,20 @@ def constants(graph: Graph, plan: Plan, emissions: dict[str, Emission]) -> tuple
     ]
     if uses_kernels(graph, plan):
         head.append(Constant("CHIP", chip_text(plan), f"what the kernels must respect of a device of {plan.target}"))
+    if plan.device:
+        reason = "what jax calls a device and its TensorCores: SparseCore kernels are traced for one kind"
+        head.append(Constant("DEVICE", text(plan.device), reason))
     head += variant_constants(WAY_BACK.upper(), chosen_way_back(plan), tuned(WAY_BACK, plan))
     return (*head, *(c for emitted in emissions.values() for c in emitted.constants))
 
 
 def chip_text(plan: Plan) -> str:
     """The plan's limits as a literal; what is at its default is left out."""
-    inner = textwrap.wrap(", ".join(f"{name}={text(value)}" for name, value in plan.chip.items() if value), 104)
-    return "ChipLimits(\n" + "\n".join(f"    {line}" for line in inner) + "\n)"
+    fields = [f"{name}={text(value)}" for name, value in plan.chip.items() if value]
+    return "\n".join(["ChipLimits(", *(f"    {line}" for line in item_lines(fields, ",", WIDTH - 4)), ")"])
+
+
+def item_lines(items: Iterable[str], end: str, width: int = WIDTH) -> list[str]:
+    """Items with commas between them, as many on a line as fit: lines break between items, never inside one."""
+    joined = ", ".join(item.replace(" ", "\0") for item in items) + end
+    return [line.replace("\0", " ") for line in textwrap.wrap(joined, width, break_long_words=False)]

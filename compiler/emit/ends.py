@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from ..graph.ir import Graph
 from ..plan.plan import BucketPlan, Plan
 from .arrays import StateArray
-from .constants import text
-
-WIDTH = 110  # of emitted lines
+from .constants import WIDTH, text
 
 
 @dataclass(frozen=True)

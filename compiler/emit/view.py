@@ -12,9 +12,10 @@ from moec.blocks.registry import BLOCKS, EMITTERS
 
 from ..graph.ir import Addition, BlockInst, Branch, Graph, Group, Layer
 from ..plan.plan import Plan
+from ..plan.variants import WAY_BACK
 from .arrays import StateArray, chosen_variant, mesh_rules, state_arrays
-from .constants import chosen_part, chosen_way_back, constants, text, tuned, uses_kernels
-from .ends import WIDTH, PoolView, bucket_text, embed_text, head_text, kv_writes, pool_view, times
+from .constants import WIDTH, chosen_part, chosen_way_back, constants, text, tuned, uses_kernels
+from .ends import PoolView, bucket_text, embed_text, head_text, kv_writes, pool_view, times
 
 # Said once per program, in its first group.
 _TAPS = "The inputs of the layers leave the scan only in step_tapped; elsewhere they are dead code."
@@ -73,7 +74,10 @@ class GroupView:
 
 @dataclass(frozen=True)
 class ProgramView:
-    """Everything model.py.j2 places. reads, new_kv: what groups take and give for pools that are written after them."""
+    """Everything model.py.j2 places. reads, new_kv: what groups take and give for pools that are written after them.
+
+    step_options: arguments of jit_step beyond those all programs give.
+    """
 
     header: tuple[str, ...]
     title: str
@@ -93,6 +97,7 @@ class ProgramView:
     embed: str
     head: tuple[str, ...]
     buckets: tuple[tuple[str, str], ...]
+    step_options: tuple[str, ...]
 
 
 def identifier(name: str) -> str:
@@ -161,6 +166,7 @@ def view(graph: Graph, plan: Plan, header: tuple[str, ...]) -> ProgramView:
         embed=embed_text(graph, plan),
         head=head_text(graph, plan),
         buckets=tuple((b.name, bucket_text(b)) for b in plan.buckets),
+        step_options=("device=DEVICE",) if plan.device else (),
     )
 
 
@@ -183,8 +189,8 @@ def emission(inst: BlockInst, graph: Graph, plan: Plan) -> Emission:
         layers=graph.layers_of(inst.name),
         parts={part: chosen_part(part, inst, plan) for part in variant.parts},
         gathers_float8=plan.dtypes.gather != "activation",
-        quantises_rows=plan.dtypes.expert_rows != "activation",
         returns=returns if returns.kernel else None,
+        returns_tuning=tuned(WAY_BACK, plan),
     )
     found = EMITTERS[inst.kind]().emit(inst.fields, site)
     layers = Constant(f"{site.prefix}_LAYERS", str(len(graph.layers_of(inst.name))), f"layers with {inst.name}")

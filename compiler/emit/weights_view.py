@@ -90,6 +90,8 @@ def info_lines(prefix: str, info: ArrayInfo, layers: str) -> list[str]:
         args.append(f'init="{info.init}"')
     if info.scale_of:
         args.append(f'scale_of="{info.scale_of}"')
+    if info.block:
+        args.append(f"block={info.block}")
     if info.row_major:
         args.append("row_major=True")
     end = "," if prefix else ""

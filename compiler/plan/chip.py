@@ -4,6 +4,13 @@ from moec.blocks.core.chip import ChipLimits
 from moec.targets.target import Target
 
 
+def traced_device(target: Target) -> tuple[str, int]:
+    """What jax calls one device and how many TensorCores it has: kernels on SparseCores are traced for it."""
+    cores = target.sparse_cores
+    assert cores is not None, "a kernel on SparseCores was chosen for a chip without them"
+    return cores.device_kind, int(cores.device_cores.value)
+
+
 def chip_limits(target: Target) -> ChipLimits:
     """The limits of one device."""
     sparse = target.sparse_cores
@@ -17,4 +24,5 @@ def chip_limits(target: Target) -> ChipLimits:
         sc_lanes=int(sparse.lanes.value) if sparse else 0,
         sc_vmem_bytes=int(sparse.vmem_kib.value * 2**10) if sparse else 0,
         cores_per_chip=target.cores,
+        smem_bytes=int(target.smem_kib.value * 2**10) if target.smem_kib else 0,
     )

@@ -12,6 +12,7 @@ from moec.targets.target import Topology, read_topologies
 
 from ..problems import Problem, ProblemsError
 from ..spec.schema import PlanPins, Request
+from .blame import refusal_problems, sharding
 from .checks import check_placements, check_room, check_sizes
 from .dtypes import check_dtypes, resolve_dtypes
 from .evaluate import GIB, Placed, Priced, Question, Rejected, evaluate, place
@@ -20,6 +21,7 @@ from .memory import available_bytes
 from .plan import Plan, Reason
 from .record import build_plan
 from .space import Option, enumerate_options, factor_pairs
+from .tuned import check_tuned
 from .variants import check_variants
 
 # Predicted times this close are a tie. Assumed: what two options share cancels in their ratio, so it is narrower
@@ -67,7 +69,7 @@ def make_plan(request: Request) -> Plan:
     judged = judge(question)
     chosen = next((one.result for one in judged if one.verdict == "CHOSEN"), None)
     if not isinstance(chosen, Priced):
-        raise ProblemsError(explain_infeasible(question, judged))
+        raise ProblemsError(map(request.locate, explain_infeasible(question, judged)))
     return build_plan(request, question, chosen, judged)
 
 
@@ -77,14 +79,12 @@ def ask(request: Request) -> Question:
         missing = "target" if request.target is None else "workload"
         raise ProblemsError([Problem(missing, f"planning needs a {missing}", f"name one with --{missing}")])
     dtypes = resolve_dtypes(request.graph, request.target, request.pins)
-    problems = check_dtypes(request.graph, request.target, dtypes) + check_variants(
-        request.graph, request.target, request.pins
-    )
-    problems += check_room(request.target)
+    problems = check_dtypes(request.graph, request.target, dtypes) + check_variants(request.graph, request.target)
+    problems += check_room(request.target) + check_tuned(request.target)
     problems += check_placements(request.graph, request.target, request.pins)
     problems += check_sizes(request.workload, request.pins)
     if problems:
-        raise ProblemsError(problems)
+        raise ProblemsError(map(request.locate, problems))
     return Question(request.graph, request.target, request.workload, request.pins, dtypes)
 
 
@@ -199,13 +199,28 @@ def explain_infeasible(question: Question, judged: Sequence[Judged]) -> list[Pro
         pairs = ", ".join(f"{a}x{b}" for a, b in factor_pairs(question.target.num_devices))
         text = f"no sharding of {question.target.num_devices} devices satisfies {', '.join(pinned)}"
         return [Problem(path, text, f"dp x tp and ep x tp are each one of: {pairs}")]
+    names = tuple(dict.fromkeys(sharding(one.option) for one in left))
+    results = [one.result for one in left if isinstance(one.result, Rejected)]
+    problems = refusal_problems(question, results, path, names)
+    # A sharding that cannot be cut evenly is no news beside pins that no block keeps in the others.
+    aside = ("INDIVISIBLE",) if problems else ()
+    rest = [one for one in left if one.verdict not in aside and not getattr(one.result, "broken", ())]
+    hint = "" if problems else _nearest(question, judged, left)
+    return problems + _explain_rest(question, rest, path, hint)
+
+
+def _explain_rest(question: Question, left: Sequence[Judged], path: str, hint: str) -> list[Problem]:
+    """What is not refused by a block: the option of each sharding that is closest, shardings of one reason together."""
     closest: dict[tuple[str, Reason], Judged] = {}
     for one in sorted(left, key=_shortfall):
         closest.setdefault((one.option.attention, one.verdict), one)
+    same: dict[tuple[Reason, str], list[str]] = {}
+    for one in closest.values():
+        same.setdefault((one.verdict, _reason(one)), []).append(sharding(one.option))
     where = f"on {question.target.name}"
     return [
-        Problem(path, f"{one.verdict}: {one.option.attention} with {one.option.experts} {where} {_reason(one)}", hint)
-        for one, hint in zip(closest.values(), (_nearest(question, judged, left), *[""] * len(closest)), strict=False)
+        Problem(path, f"{verdict}: {', '.join(shardings)} {where} {reason}", hint if index == 0 else "")
+        for index, ((verdict, reason), shardings) in enumerate(same.items())
     ]
 
 

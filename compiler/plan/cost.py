@@ -15,7 +15,7 @@ from math import log
 from statistics import mean
 
 from moec.blocks.core.declare import Variant
-from moec.blocks.core.work import Collective, Gemm, Load, Stream, Term, Vector, itemsize
+from moec.blocks.core.work import Collective, Gemm, Load, Stream, Subcore, Term, Vector, itemsize
 from moec.blocks.embed import cost as embed_cost
 from moec.blocks.head import cost as head_cost
 from moec.blocks.registry import cost
@@ -76,6 +76,13 @@ class Machine:
             peak = self.target.peak_tflops[gemm.dtype].value * 1e12
             total += gemm.flops / (peak * interpolate(self.efficiency, size)) if gemm.flops else 0.0
         return total
+
+    def subcore_seconds(self, terms: Iterable[Subcore]) -> float:
+        """The busiest subcore of kernels on the SparseCores: a bundle per cycle, and what starting them takes."""
+        cores = self.target.sparse_cores
+        assert cores is not None, "work for SparseCores on a chip without them"
+        cycle = 1e-9 / cores.clock_ghz.value
+        return sum(term.bundles * cycle + term.starts * cores.launch_us.value * 1e-6 for term in terms)
 
     def collective_seconds(self, collective: Collective, span: Span) -> tuple[float, str]:
         """(seconds, link) of one call. Devices of one chip take data in once and share it over their own link."""
@@ -242,6 +249,8 @@ def _price_op(machine: Machine, mesh: MeshPlan, scope: str, layers: int, op: str
         "MXU": machine.matrix_seconds(term for term in terms if isinstance(term, Gemm)),
         "VPU": sum(term.flops for term in terms if isinstance(term, Vector)) / _vector_flops(machine),
     }
+    if subcores := [term for term in terms if isinstance(term, Subcore)]:
+        times["SparseCore"] = machine.subcore_seconds(subcores)
     binding = max(times, key=lambda name: times[name])
     return OpCost(scope, op, layers, times[binding], binding, tuple(Message(call, one) for call, one, _ in found))
 

@@ -1,6 +1,6 @@
 """Dtypes of a plan: the target's defaults, the user's pins, and what neither can do."""
 
-from moec.blocks.core.array_info import PACKED, SCALED
+from moec.blocks.core.array_info import FLOAT8, FLOAT8_EDGES, PACKED, SCALED
 from moec.blocks.core.work import Dtypes
 from moec.targets.target import Target
 
@@ -11,7 +11,6 @@ from ..spec.schema import PlanPins
 
 # Dtypes with block scales: a block turns them into the activation dtype before its products.
 DEQUANTISED = tuple(SCALED)
-FLOAT8 = "float8_e4m3fn"
 
 
 def resolve_dtypes(graph: Graph, target: Target, pins: PlanPins) -> Dtypes:
@@ -31,6 +30,7 @@ def resolve_dtypes(graph: Graph, target: Target, pins: PlanPins) -> Dtypes:
         conv=wanted.conv or default.conv,
         gather=wanted.gather or default.gather,
         expert_rows=wanted.expert_rows or default.expert_rows,
+        scale_block=wanted.scale_block or FLOAT8_EDGES[0],
     )
 
 
@@ -65,16 +65,42 @@ def check_dtypes(graph: Graph, target: Target, dtypes: Dtypes) -> list[Problem]:
     if dtypes.expert_rows != "activation" and dtypes.expert != FLOAT8:
         text = f"UNSUPPORTED: rows in {dtypes.expert_rows} go with experts in {FLOAT8}, and these are {dtypes.expert}"
         problems.append(Problem("plan.dtypes.expert_rows", text, "valid: activation"))
-    table, block = graph.checkpoint, SCALED[FLOAT8]
+    table = graph.checkpoint
     if dtypes.expert == FLOAT8 and table is not None and table.scale_suffix is None:
         text = f"UNSUPPORTED: experts in {dtypes.expert} need block scales, and the checkpoint table has none"
         problems.append(Problem("plan.dtypes.expert", text, "declare model.checkpoint.scales"))
-    if dtypes.expert == FLOAT8 and table and table.scale_block and table.scale_block != (block.rows, block.columns):
-        text = f"UNSUPPORTED: experts in {dtypes.expert} take one scale per {block.rows} x {block.columns} values"
+    return problems + _ragged_blocks(graph, dtypes.expert) + refuse_scale_block(graph, dtypes)
+
+
+def stored_edge(graph: Graph) -> int | None:
+    """Edge of the square of values that share a scale in the checkpoint table; None where they are no squares."""
+    usual = FLOAT8_EDGES[0]
+    rows, columns = (graph.checkpoint and graph.checkpoint.scale_block) or (usual, usual)
+    return rows if rows == columns else None
+
+
+def refuse_scale_block(graph: Graph, dtypes: Dtypes) -> list[Problem]:
+    """The usual edge takes stored scales as they are; a wider one goes with float8 and whole blocks."""
+    edge, usual, pin = dtypes.scale_block, FLOAT8_EDGES[0], "plan.dtypes.scale_block"
+    if edge != usual and dtypes.expert != FLOAT8:
+        text = f"UNSUPPORTED: one scale per {edge} x {edge} values goes with experts in {FLOAT8}"
+        return [Problem(pin, f"{text}, and these are {dtypes.expert}", "leave it out")]
+    if dtypes.expert != FLOAT8:
+        return []
+    table = graph.checkpoint
+    if edge == usual and table and table.scale_block and stored_edge(graph) != usual:
+        text = f"UNSUPPORTED: experts in {dtypes.expert} take one scale per {edge} x {edge} values"
         text += ", the checkpoint table says {} x {}".format(*table.scale_block)
         hint = "plan.dtypes.expert=bfloat16 dequantises them when they are loaded"
-        problems.append(Problem("model.checkpoint.scales.block", text, hint))
-    return problems + _ragged_blocks(graph, dtypes.expert)
+        if stored_edge(graph) in FLOAT8_EDGES:
+            hint = f"{pin}={stored_edge(graph)}"
+        return [Problem("model.checkpoint.scales.block", text, hint)]
+    for key, weight in all_weights(graph).items():
+        ragged = [size for size in weight.shape[-2:] if size % edge]
+        if edge != usual and weight.role == "expert" and ragged:
+            text = f"UNSUPPORTED: one scale per {edge} x {edge} values goes with multiples of {edge}"
+            return [Problem(pin, f"{text}, and {key} is {weight.shape[-2]} x {weight.shape[-1]}", f"valid: {usual}")]
+    return []
 
 
 def _ragged_blocks(graph: Graph, dtype: str) -> list[Problem]:

@@ -34,7 +34,8 @@ from .steps import (
     step_loads,
     token_seconds,
 )
-from .variants import Chosen, Place, choose, returned
+from .tuned import Values, tuned_values
+from .variants import Broken, Chosen, Place, choose
 
 GIB = 2**30
 
@@ -56,6 +57,10 @@ class Question:
     def machine(self) -> Machine:
         return Machine.of(self.target)
 
+    @cached_property
+    def tuned(self) -> Values:
+        return tuned_values(self.target)
+
     def weight_bytes(self, degrees: Degrees) -> dict[str, int]:
         """Padded weight bytes per component on one device."""
         layers = replace(degrees, embed=1, head=1)
@@ -73,10 +78,11 @@ class Question:
         return plan_steps(option, self.workload, self.pins, self.target, seqs)
 
     def loads(self, option: Option, steps: Steps) -> dict[str, Load]:
-        return returned(self.variants(option, steps.seqs).variants, self._plain_loads(option, steps))
+        return self.variants(option, steps.seqs).loads(self._plain_loads(option, steps))
 
     def _plain_loads(self, option: Option, steps: Steps) -> dict[str, Load]:
-        return step_loads(option, steps, self.workload, self.dtypes, self.target)
+        loads = step_loads(option, steps, self.workload, self.dtypes, self.target)
+        return {name: replace(load, tuned=self.tuned) for name, load in loads.items()}
 
     def variants(self, option: Option, seqs: int | None = None) -> Chosen:
         """The implementations a sharding uses with so many sequences per rank; None: its own number."""
@@ -100,9 +106,9 @@ class Question:
 
     def memory(self, option: Option, steps: Steps, chosen_at: int | None = None) -> MemoryPlan:
         """Bytes of a step; chosen_at: the sequences per rank at which variants are chosen, None = the step's."""
-        variants = self.variants(option, chosen_at or steps.seqs).variants
-        weights, loads = self.weight_bytes(option.degrees), returned(variants, self._plain_loads(option, steps))
-        return memory_plan(self.graph, self.target, steps, loads, weights, variants, self.temp_model)
+        chosen = self.variants(option, chosen_at or steps.seqs)
+        weights, loads = self.weight_bytes(option.degrees), chosen.loads(self._plain_loads(option, steps))
+        return memory_plan(self.graph, self.target, steps, loads, weights, chosen.variants, self.temp_model)
 
     def max_sequences(self, option: Option) -> int:
         """Sequences on all ranks that fit in HBM at full length."""
@@ -163,12 +169,13 @@ class Priced:
 
 @dataclass(frozen=True)
 class Rejected:
-    """An option that breaks a hard constraint."""
+    """An option that breaks a hard constraint. broken: every place without a variant, where that is the constraint."""
 
     option: Option
     verdict: Reason
     why: str
     numbers: dict[str, float]
+    broken: tuple[Broken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ def evaluate(question: Question, option: Option) -> Priced | Rejected:
 
 def place(question: Question, option: Option) -> Placed | Rejected:
     """All hard constraints but HBM, and the memory that HBM has to hold."""
-    if cut := indivisible(question.graph, option, question.dtypes.expert):
+    if cut := indivisible(question.graph, option, question.dtypes.expert, question.dtypes.scale_block):
         return Rejected(option, "INDIVISIBLE", str(cut), {"size": cut.size, "degree": cut.degree})
     mesh = mesh_of(option)
     if mesh is None:
@@ -217,7 +224,8 @@ def place(question: Question, option: Option) -> Placed | Rejected:
             {"batched_tokens": steps.mixed_tokens, "seqs": steps.seqs, "page_size": steps.page_size},
         )
     if broken := question.variants(option).broken:
-        return Rejected(option, "UNSUPPORTED", broken, {"dp": option.dp, "tp": option.tp, "ep": option.ep})
+        numbers: dict[str, float] = {"dp": option.dp, "tp": option.tp, "ep": option.ep}
+        return Rejected(option, "UNSUPPORTED", str(broken[0]), numbers, broken)
     return Placed(mesh, steps, question.memory(option, steps))
 
 

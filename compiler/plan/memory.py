@@ -6,7 +6,7 @@ from functools import cache
 from itertools import permutations
 from math import inf, prod
 
-from moec.blocks.core.array_info import SCALED
+from moec.blocks.core.array_info import SCALED, scaled_block
 from moec.blocks.core.declare import PagedState, SlotState, Variant, Weight
 from moec.blocks.core.work import Degrees, Dtypes, Load, itembits, itemsize, touched
 from moec.blocks.embed import cost as embed_cost
@@ -128,8 +128,9 @@ def _stacked(graph: Graph, inst: BlockInst, layers: int, degrees: Degrees, dtype
             shape = local_shape(inst, weight.shape, weight.axes, degrees)
             yield LocalArray(f"{inst.name}.experts", (layers, *shape), dtype)
             if dtype in SCALED:
-                scales = (*shape[:-2], *SCALED[dtype].count(*shape[-2:]))
-                yield LocalArray(f"{inst.name}.scales", (layers, *scales), SCALED[dtype].dtype)
+                block = scaled_block(dtype, dtypes.scale_block)
+                scales = (*shape[:-2], *block.count(*shape[-2:]))
+                yield LocalArray(f"{inst.name}.scales", (layers, *scales), block.dtype)
 
 
 def state_arrays(graph: Graph, degrees: Degrees, dtypes: Dtypes, steps: Steps, tiling: Tiling) -> Iterator[LocalArray]:

@@ -59,7 +59,7 @@ class DtypePlan(Frozen):
     """numpy/ml_dtypes names. weight: linear, router, embed and head matrices and gains.
 
     gather: hidden states on their way to experts of other ranks; expert_rows: token rows in products with float8
-    experts; "activation" = as they are.
+    experts; "activation" = as they are. scale_block: edge of the squares of float8 experts under one scale.
     """
 
     activation: str
@@ -70,6 +70,7 @@ class DtypePlan(Frozen):
     conv: str
     gather: str = "activation"
     expert_rows: str = "activation"
+    scale_block: int = 128
 
 
 class BucketPlan(Frozen):
@@ -145,7 +146,7 @@ class StepTerm(Frozen):
     """Predicted time of one operator in one bucket's step.
 
     scope: block instance name, "embed", "head", "residual" or "overhead". layers: how often
-    per step; us: one execution; binding: what limits it (HBM, MXU, VPU, ICI, D2D, fixed).
+    per step; us: one execution; binding: what limits it (HBM, MXU, VPU, SparseCore, ICI, D2D, fixed).
     """
 
     bucket: str
@@ -159,8 +160,9 @@ class StepTerm(Frozen):
 class VariantChoice(Frozen):
     """One implementation of a block, or of a part that a block calls, and what became of it.
 
-    scope: block instance name or `<block>.<part>`. us: predicted time of one layer by bucket, collectives included.
-    vmem_bytes: on-chip memory its largest kernel takes; 0 = plain XLA. tiles_from: where its tiles are from.
+    scope: block instance name, `<block>.<part>` or `unpermute.<bucket>`. us: predicted time of one layer by bucket,
+    collectives included. vmem_bytes: on-chip memory its largest kernel takes; 0 = plain XLA. tiles_from: where each
+    tile is from, e.g. {"chunk": ..., "block_rows.decode": ...}.
     """
 
     scope: str
@@ -169,7 +171,24 @@ class VariantChoice(Frozen):
     why: str
     us: dict[str, float] = {}
     vmem_bytes: int = 0
-    tiles_from: str = ""
+    tiles_from: dict[str, str] = {}
+
+
+class ScaleChoice(Frozen):
+    """One granularity of float8 experts' scales, a scale per square of edge x edge values, and what became of it.
+
+    delta_us: predicted time of a step over that of the chosen one, by bucket. scale_bytes: all scales on one device,
+    tiles filled up. A stored value moves by at most the larger of relative_error times itself and absolute_error times
+    its block's largest when the weights are loaded (0 = not at all); LOSSY: so only a pin takes it.
+    """
+
+    edge: int
+    verdict: Literal["CHOSEN", "LOSSY", "REFUSED", "PINNED"]
+    why: str
+    delta_us: dict[str, float] = {}
+    scale_bytes: int = 0
+    relative_error: float = 0.0
+    absolute_error: float = 0.0
 
 
 class Traffic(Frozen):
@@ -216,6 +235,7 @@ class Plan(Frozen):
     mlp: Placement
     variants: dict[str, str]  # block instance name, <block>.router, "collectives", "sampling", ... -> variant
     variant_choices: tuple[VariantChoice, ...] = ()
+    scale_choices: tuple[ScaleChoice, ...] = ()  # () where experts are not float8
     tuning: dict[str, int]  # e.g. moe.block_rows.<bucket>, gdn.chunk
     page_size: int
     pages_per_rank: int
@@ -229,6 +249,7 @@ class Plan(Frozen):
     candidates: tuple[Candidate, ...]
     compile_options: dict[str, str | bool]
     chip: dict[str, int | tuple[str, ...]] = {}  # what kernels must respect: blocks.core.chip.ChipLimits
+    device: tuple[str, int] | None = None  # kind and TensorCores, where a kernel is traced for one kind of device
     traffic: Traffic | None = None
     breakdown: tuple[StepTerm, ...] = ()
     notes: tuple[str, ...] = ()  # assumptions behind the estimates

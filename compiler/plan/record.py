@@ -10,14 +10,15 @@ from moec.targets.target import Target, origins
 
 from ..graph.weights import block_state
 from ..spec.schema import Request
-from .chip import chip_limits
+from .chip import chip_limits, traced_device
 from .cost import Message, OpCost, floor_seconds
 from .evaluate import GIB, Priced, Question
 from .memory import available_bytes, cache_pools, streamed_bytes
 from .plan import Candidate, CollectivePlan, DtypePlan, Estimate, Plan, StepTerm, Traffic, VariantChoice
+from .scales import scale_choices
 from .steps import DECODE, MIXED
 from .tuned import tiles
-from .variants import Chosen, places, way_back
+from .variants import Chosen, places, sparsecore_assumptions, way_back
 
 if TYPE_CHECKING:
     from .choose import Judged
@@ -48,6 +49,7 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
         mlp=option.mlp,
         variants=variants.names(),
         variant_choices=_with_origins(question, variants, loads),
+        scale_choices=scale_choices(question, chosen),
         tuning=_tuning(question, variants, loads),
         page_size=steps.page_size,
         pages_per_rank=steps.num_pages,
@@ -61,6 +63,7 @@ def build_plan(request: Request, question: Question, chosen: Priced, judged: "Se
         candidates=tuple(_candidate(one) for one in judged),
         compile_options=question.target.compile_options,
         chip=vars(chip_limits(question.target)),
+        device=traced_device(question.target) if "sparsecore" in variants.cores.values() else None,
         traffic=Traffic(isl=workload.isl, osl=workload.osl, concurrency=workload.concurrency),
         breakdown=_breakdown(chosen),
         notes=_notes(question, chosen),
@@ -84,7 +87,7 @@ def _tuning(question: Question, variants: Chosen, loads: dict[str, Load]) -> dic
 def _with_origins(question: Question, variants: Chosen, loads: dict[str, Load]) -> tuple[VariantChoice, ...]:
     """Every variant's verdict, with where the tiles of the chosen kernels are from."""
     origin = {
-        place.name: tiles(question.target, place, variants.variants[place.name], question.graph.dims, loads).origin
+        place.name: tiles(question.target, place, variants.variants[place.name], question.graph.dims, loads).origins
         for place in (way_back(question.graph), *places(question.graph))
         if variants.variants[place.name].kernel
     }
@@ -240,6 +243,7 @@ def _notes(question: Question, chosen: Priced) -> tuple[str, ...]:
         f"{bands.memory_pct.source}).",
         *_page_note(question, chosen),
         *_state_note(question, chosen),
+        *_cores_note(question, chosen),
     )
 
 
@@ -267,4 +271,16 @@ def _state_note(question: Question, chosen: Priced) -> tuple[str, ...]:
     return (
         f"Recurrent state is stored in {dtypes.state} ({why}); released configurations of such models name {wide} "
         f"(mamba_ssm_dtype). plan.dtypes.state={wide} takes {more / GIB:.2f} GiB more per device.",
+    )
+
+
+def _cores_note(question: Question, chosen: Priced) -> tuple[str, ...]:
+    """What the comparison of SparseCores with the TensorCore rests on, where both could sum experts' rows."""
+    priced = [one for one in question.variants(chosen.option).choices if one.variant == "sparsecore" and one.us]
+    if not priced:
+        return ()
+    assumed = sparsecore_assumptions(question.target)
+    return (
+        f"Sums of experts' rows on the SparseCores: counts are the compiler's, {assumed}. Nothing else is taken to run "
+        "meanwhile.",
     )

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .plan import Candidate, Estimate, Plan, StepTerm
+from .plan import Candidate, Estimate, Plan, ScaleChoice, StepTerm
 from .sections import GIB, Column, Section, cache, kernels, size_text
 
 _BAR = 24
@@ -38,6 +38,7 @@ def sections(plan: Plan) -> tuple[Section, ...]:
         _steps(plan),
         *cache(plan),
         *kernels(plan),
+        *_scales(plan),
         _collectives(plan),
         _shardings(plan),
         _placements(plan),
@@ -65,7 +66,7 @@ def _decisions(plan: Plan) -> Section:
             "placement",
             f"embed {plan.embed}, head {plan.head}, shared expert {plan.shared_expert}, dense MLPs {plan.mlp}",
         ),
-        ("dtypes", f"activation {d.activation}, weight {d.weight}, expert {d.expert}"),
+        ("dtypes", f"activation {d.activation}, weight {d.weight}, expert {d.expert}{_scaled(plan)}"),
         ("cache dtypes", f"kv {d.kv}, state {d.state}, conv {d.conv}; matmul precision {plan.matmul_precision}"),
         *(
             (f"bucket {b.name}", f"{b.tokens_per_rank} tokens, {b.seqs_per_rank} sequences per rank")
@@ -78,6 +79,41 @@ def _decisions(plan: Plan) -> Section:
         ("compile options", ", ".join(f"{k}={v}" for k, v in plan.compile_options.items()) or "none"),
     ]
     return Section("Decisions", (Column("what"), Column("chosen")), tuple(rows), note=f"Why: {_chosen(plan).why}.")
+
+
+def _scaled(plan: Plan) -> str:
+    return f", one scale per {plan.dtypes.scale_block} x {plan.dtypes.scale_block}" if plan.scale_choices else ""
+
+
+def _scales(plan: Plan) -> tuple[Section, ...]:
+    """Granularities of float8 experts' scales: what the others would change, and what they would cost in precision."""
+    if not plan.scale_choices:
+        return ()
+    names = [bucket.name for bucket in plan.buckets]
+    rows = tuple(
+        (
+            f"{one.edge} x {one.edge}",
+            one.verdict,
+            *(f"{one.delta_us[name]:+,.1f} us" if name in one.delta_us else "" for name in names),
+            size_text(one.scale_bytes) if one.scale_bytes else "",
+            "" if one.verdict == "REFUSED" else _error_text(one),
+            one.why,
+        )
+        for one in plan.scale_choices
+    )
+    columns = (
+        *(Column("one scale per"), Column("verdict")),
+        *(Column(f"{name} step", "right") for name in names),
+        *(Column("scales", "right"), Column("error when loaded"), Column("why")),
+    )
+    note = "Step times are predicted, over the chosen one's. Loading says what error it did add."
+    return (Section("Block scales of float8 experts", columns, rows, note=note),)
+
+
+def _error_text(one: ScaleChoice) -> str:
+    if not one.relative_error:
+        return "none: stored bits"
+    return f"a value by at most {one.relative_error:.2%} or {one.absolute_error:.1e} of its block's largest"
 
 
 def _predictions(plan: Plan) -> Section:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .plan import Plan
+from .tuned import ANALYTIC
 
 GIB = 2**30
 MIB = 2**20
@@ -72,6 +73,12 @@ def _slot_tokens(plan: Plan) -> float:
     return slots / pages if pages else 0.0
 
 
+def _origins(tiles_from: dict[str, str]) -> str:
+    """Tiles that are not the variant's own, each with where it is from."""
+    found = [f"{tile} {origin}" for tile, origin in tiles_from.items() if origin != ANALYTIC]
+    return f"; tuned {', '.join(found)}" if found else ""
+
+
 def kernels(plan: Plan) -> tuple[Section, ...]:
     """What was chosen among, where a place has more than one variant; refusals with their reasons."""
     numbers = Counter(one.scope for one in plan.variant_choices)
@@ -86,7 +93,7 @@ def kernels(plan: Plan) -> tuple[Section, ...]:
             one.verdict,
             *(f"{one.us[bucket]:,.1f} us" if bucket in one.us else "" for bucket in buckets),
             f"{one.vmem_bytes / MIB:.1f} MiB" if one.vmem_bytes else "",
-            f"{one.why}; tiles {one.tiles_from}" if one.tiles_from else one.why,
+            one.why + _origins(one.tiles_from),
         )
         for one in found
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from moec.blocks.core.array_info import SCALED, ScaleBlock
+from moec.blocks.core.array_info import SCALED, ScaleBlock, scaled_block
 from moec.blocks.core.declare import AxisRole, HeadCut
 from moec.blocks.core.work import Degrees
 from moec.blocks.registry import axis_roles
@@ -146,15 +146,16 @@ class Indivisible:
         return f"{self.scope}: {self.size} {self.what} over {self.degree} devices"
 
 
-def indivisible(graph: Graph, option: Option, expert_dtype: str) -> Indivisible | None:
-    """The first dim the option cannot cut evenly."""
+def indivisible(graph: Graph, option: Option, expert_dtype: str, scale_block: int = 128) -> Indivisible | None:
+    """The first dim the option cannot cut evenly. scale_block: edge of float8 experts' blocks of scales."""
     degrees = option.degrees
+    block = scaled_block(expert_dtype, scale_block) if expert_dtype in SCALED else None
     for inst in graph.blocks().values():
         for cut in block_of(inst).cuts(inst.fields):
             degree = degrees.of(axis_roles()[cut.axis])
             if not _divides(cut, degree):
                 return Indivisible(inst.name, cut.axis, cut.size, degree)
-        if expert_dtype in SCALED and (found := _cut_scales(graph, inst, option, SCALED[expert_dtype])):
+        if block and (found := _cut_scales(graph, inst, option, block)):
             return found
     for what, degree in (("embed", degrees.embed), ("head", degrees.head)):
         if graph.dims.vocab_size % degree:

@@ -97,6 +97,7 @@ def step_loads(option: Option, steps: Steps, workload: Workload, dtypes: Dtypes,
         row_full=int(target.rows.full.value),
         lanes=target.tiling.lanes,
         chip=chip_limits(target),
+        pages_per_seq=steps.pages_per_seq,
     )
     # Steps without room for prefill are refused, but what they would hold is asked before.
     room = max(steps.mixed_tokens - steps.seqs, 0)

@@ -11,6 +11,7 @@ from moec.targets.target import Target
 from ..graph.build import build
 from ..graph.ir import Graph
 from ..graph.verify import check_table, verify_graph
+from .pins import check_variant_pins
 from .schema import PlanPins, Request, Workload
 from .semantics import check_model, check_pins, check_workload, merge_pins
 from .validate import Finding, Parsed, parse, parse_model
@@ -45,6 +46,9 @@ def assemble(
         found.findings += check_workload(workload, limit)
     pins, origin = merge_pins(spec, plan or PlanPins())
     found.findings += check_pins(pins, origin, graph, target.topology.num_devices if target else None)
+    platform = document["target"].get("platform") if "target" in usable else None
+    known = platform if platform in ("cpu", "tpu") else None
+    found.findings += check_variant_pins(document["plan"].get("variants"), graph, known)
     if found.findings or spec is None or graph is None:
         return None, found.findings
     broken = verify_graph(graph)

@@ -9,7 +9,7 @@ from moec.targets.target import parse_name, target_names
 from ..problems import Problem, ProblemsError
 from .limits import printable
 from .marks import Document, KeyPath, read_document
-from .suggest import closest
+from .suggest import closest, listing
 
 _PACKAGE = Path(moec.__file__).parent
 MODELS = _PACKAGE / "specs" / "models"
@@ -100,7 +100,10 @@ def _read_named(inputs: Inputs, root: str, name: str, directory: Path) -> None:
     if path is not None:
         inputs.add(root, read_document(path, root, show_path(path)))
         return
-    if name.endswith(_SUFFIXES) or is_folder:
+    if name and is_folder:
+        inputs.problems.append(Problem(root, *_folder_problem(name, root), COMMAND_LINE))
+        return
+    if name.endswith(_SUFFIXES) or not name:
         near = closest(name.removesuffix(".yaml"), _names(directory))
         hint = near if near.startswith("did you mean") else ""
         problem = Problem(root, f"there is no file '{name}'", hint, COMMAND_LINE)
@@ -108,6 +111,14 @@ def _read_named(inputs: Inputs, root: str, name: str, directory: Path) -> None:
         hint = f"{closest(name, _names(directory))}; or the path of a YAML file"
         problem = Problem(root, f"unknown {root} '{name}'", hint, COMMAND_LINE)
     inputs.problems.append(problem)
+
+
+def _folder_problem(name: str, root: str) -> tuple[str, str]:
+    """(text, hint) of a folder where a file is expected."""
+    if (Path(name) / "plan.json").is_file():
+        return f"'{name}' is an emitted program, a {root} is a YAML file", "`moec verify` and `moec run` take programs"
+    files = sorted(path.as_posix() for ending in _SUFFIXES for path in Path(name).glob(f"*{ending}"))
+    return f"'{name}' is a folder, a {root} is a YAML file", listing(files)
 
 
 def _file_of(name: str, directory: Path) -> Path | None:

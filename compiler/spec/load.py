@@ -63,7 +63,7 @@ def load(
     problems = [*inputs.problems, *problems, *more, *failed, *map(locator.problem, findings)]
     if problems or request is None:
         raise ProblemsError(_in_order(problems, [document.file for document in documents.values()]))
-    return replace(request, model_source=model, workload_source=workload)
+    return replace(request, model_source=model, workload_source=workload, locate=locator.located)
 
 
 def _in_order(problems: Iterable[Problem], files: list[str]) -> list[Problem]:

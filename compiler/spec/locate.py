@@ -1,6 +1,6 @@
 """Findings to problems: where in the files or on the command line a composed path was written."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..problems import Problem
@@ -25,12 +25,39 @@ class Locator:
 
     def problem(self, finding: Finding) -> Problem:
         """The finding with its position, its interpolation's origin and the other places that take part."""
+        for path in finding.together:
+            if (mark := self.place(path)) and mark.file == COMMAND_LINE:
+                return self.problem(replace(finding, path=path, together=()))
         place = self.place(finding.path, finding.at_key)
         others = [str(other) for path in finding.also if (other := self.place(path)) and other != place]
         text = finding.text + ("" if "${" in finding.text else self._origin(finding.path))
         hint = "; ".join([finding.hint] * bool(finding.hint) + [f"see {other}" for other in others])
         file, line, col = (place.file, place.line, place.col) if place else ("", 0, 0)
         return Problem(dotted(finding.path), text, hint, file, line, col)
+
+    def located(self, problem: Problem) -> Problem:
+        """A problem of a later stage, where the first of its paths ("a.b, a.c") was written; the others are named."""
+        if problem.file or not problem.path:
+            return problem
+        first, *others = [self._decided(tuple(path.split("."))) for path in problem.path.split(", ")]
+        if first is None:
+            return problem
+        see = [f"see {other}" for other in dict.fromkeys(others) if other and other != first]
+        hint = "; ".join([problem.hint] * bool(problem.hint) + see)
+        return replace(problem, hint=hint, file=first.file, line=first.line, col=first.col)
+
+    def _decided(self, path: KeyPath) -> Mark | None:
+        """Where a key below a root was written; a pin may be the model's, a dtype the target's."""
+        if len(path) < 2:
+            return None
+        if place := self.place(path):
+            return place
+        elsewhere = (("model", "mesh", *path[1:]), ("target", *path[1:])) if path[0] == "plan" else ()
+        for other in elsewhere:
+            document = self.documents.get(str(other[0]))
+            if document is not None and other in document.values:
+                return self.place(other)
+        return None
 
     def place(self, path: KeyPath, at_key: bool = False) -> Mark | None:
         """The override that set the path, else the nearest written place in its file."""

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moec.targets.target import Target
+from moec.targets.target import Target, Value
 
 from ..problems import Problem
 from .files import COMMAND_LINE
 from .limits import as_key
 from .marks import KeyPath, dotted, under
+from .pins import not_one_pin
 from .schema import ModelSpec, PlanPins, Workload
-from .suggest import all_paths, children, closest, closest_path, listing, step, unknown_key
+from .suggest import all_paths, annotation_at, children, closest, closest_path, listing, step, unknown_key
 from .validate import shown
 
 ROOTS = ("model", "target", "workload", "plan")
@@ -80,13 +81,26 @@ def _check(
         return f"'{root}' as a whole cannot be overridden", f"override keys below it: {root}.KEY=VALUE"
     if root not in present:
         return f"there is no {root} to override", f"name one with --{root}"
+    if wrong_pin := not_one_pin(path):
+        return wrong_pin
     wrong = unknown_key(types[root], data.get(root), path[1:], change.operation == "add")
     if wrong is not None:
         return f"unknown override '{change.key}'", _near(path, wrong + 1, data, types[root])
     if change.operation == "delete":
         return _check_delete(path, data)
-    if isinstance(change.value, Mapping) and isinstance(_value_at(data, path), list):
+    return _check_form(change, _value_at(data, path), annotation_at(types[root], data.get(root), path[1:])[0])
+
+
+def _check_form(change: Change, old: Any, kind: Any) -> tuple[str, str] | None:
+    """What cannot be merged into the old value, or would change nothing."""
+    if isinstance(change.value, Mapping) and isinstance(old, list):
         return f"expected a list, got {shown(change.value)}", f"{change.key}=[...]"
+    if isinstance(change.value, list) and isinstance(old, Mapping):
+        number = isinstance(kind, type) and issubclass(kind, Value)
+        return f"expected {'a number' if number else 'a mapping'}, got {shown(change.value)}", ""
+    if isinstance(change.value, Mapping) and not change.value and isinstance(old, Mapping) and old:
+        text = f"an empty mapping changes nothing: keys of mappings are merged, got {shown(change.value)}"
+        return text, f"~{change.key}.KEY takes one out of {', '.join(map(str, old))}"
     return None
 
 

@@ -4,7 +4,8 @@ Frozen, unknown keys refused, no silent conversion. Relations between fields are
 in semantics.py, so that every problem of a file comes in one pass.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
@@ -12,6 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from moec.blocks.core.declare import BlockFields, NormFields, NormOverride
 from moec.targets.target import ExpertFloat, Float, FloatOrFp8, Target
+
+from ..problems import Problem
 
 if TYPE_CHECKING:
     from ..graph.ir import Graph
@@ -143,6 +146,7 @@ class DtypePins(Frozen):
     conv: Float | None = None
     gather: Literal["activation", "float8_e4m3fn"] | None = None
     expert_rows: Literal["activation", "float8_e4m3fn"] | None = None
+    scale_block: Annotated[Literal[128, 512], BeforeValidator(_integer)] | None = None
 
 
 class PlanPins(Frozen):
@@ -246,13 +250,18 @@ class Workload(Frozen):
         return data
 
 
+def _anywhere(problem: Problem) -> Problem:
+    return problem
+
+
 @dataclass(frozen=True)
 class Request:
     """Everything the user asked for, checked.
 
     pins: plan overrides on top of the model file's `mesh`. digests: sha256 of the
     composed roots by name ("spec", "target", "workload", "overrides"). model_source,
-    workload_source: name or file as the user gave it, to load the same again.
+    workload_source: name or file as the user gave it, to load the same again. locate: a problem that was
+    found later, with the place where the first of its paths was written.
     """
 
     model: ModelSpec
@@ -264,3 +273,4 @@ class Request:
     digests: dict[str, str]
     model_source: str = ""
     workload_source: str | None = None
+    locate: Callable[[Problem], Problem] = field(default=_anywhere, compare=False, repr=False)

@@ -19,7 +19,9 @@ def closest(word: str, options: Iterable[str]) -> str:
     """`did you mean 'x'?` for the nearest option, else the list of valid ones."""
     known = list(dict.fromkeys(options))
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    near = near or [option for option in known if option.lower() == word.lower()]
+    if not near:
+        lower = {option.lower(): option for option in known}
+        near = [lower[one] for one in difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)]
     return f"did you mean '{near[0]}'?" if near else listing(known)
 
 

@@ -33,6 +33,9 @@ _EXPECTED = {
     "model_type": "a mapping",
     "is_instance_of": "a mapping",
 }
+# Errors of several fields together: all that take part.
+_SHAPE = (("topology", "num_devices"), ("topology", "num_chips"), ("topology", "dims"))
+_TOGETHER: dict[str, tuple[KeyPath, ...]] = {"devices": (("devices_per_chip", "value"), *_SHAPE), "chips": _SHAPE}
 _STAND_IN: dict[str, Any] = {
     "spec_version": 1,
     "name": "unnamed",
@@ -48,8 +51,8 @@ class Finding:
     """A problem before it has a position.
 
     path: in the composed document. at_key: the key itself is wrong, not its value.
-    also: other places that take part. about_form: a list or mapping is expected, worth
-    saying even of a scalar that was found ambiguous.
+    also: other places that take part. together: the same, of which one from the command line is to blame.
+    about_form: a list or mapping is expected, worth saying even of a scalar that was found ambiguous.
     """
 
     path: KeyPath
@@ -58,6 +61,7 @@ class Finding:
     at_key: bool = False
     also: tuple[KeyPath, ...] = ()
     about_form: bool = False
+    together: tuple[KeyPath, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,8 @@ def _finding(error: ErrorDetails, kind: Any, data: Any, root: KeyPath) -> Findin
         return Finding(path, text, _form_hint(sort, kind, data, loc), about_form=form)
     if sort == "too_short":
         return Finding(path, "needs at least one entry")
+    if sort in _TOGETHER:
+        return Finding(path, error["msg"], together=tuple((*root, *part) for part in _TOGETHER[sort]))
     text = error["msg"].replace("Input should", "must").replace("String should", "must")
     return Finding(path, f"{text}, got {shown(error['input'])}")
 

@@ -56,6 +56,7 @@ def verify_aot(
     topology: str,
     *,
     layers: Mapping[str, int],
+    kernels: Mapping[str, Mapping[str, int]],
     cache_dir: Path,
     buckets: Sequence[str] | None = None,
     num_pages: int | None = None,
@@ -67,8 +68,9 @@ def verify_aot(
     """Compile the program's buckets for `topology` and check each against the plan.
 
     topology: a libtpu name such as "tpu7x:2x2x1", or "cpu:N". layers: layers per block instance
-    (block_layers(graph)). buckets: names, None = all. num_pages, num_slots: per rank, None = as
-    planned; more of them ask whether the chip would hold more. cache_dir keeps results and the lock.
+    (block_layers(graph)). kernels: launches per step by bucket and kernel (planned_kernels(graph,
+    plan)). buckets: names, None = all. num_pages, num_slots: per rank, None = as planned; more of
+    them ask whether the chip would hold more. cache_dir keeps results and the lock.
     keep_dumps: a directory for the XLA dumps, one folder per bucket; bypasses the cache.
     """
     reason = why_not(topology)
@@ -92,7 +94,7 @@ def verify_aot(
             keep_dump=str((keep_dumps / name).resolve()) if keep_dumps else None,
         )
         measured = run_worker(request, timeout_s)
-        checks = check_bucket(measured, plan, layers, topology.split(":")[0])
+        checks = check_bucket(measured, plan, layers, kernels[name], topology.split(":")[0])
         results.append(AotBucket(measured=measured, checks=checks))
     return AotReport(program=plan.model, topology=topology, buckets=tuple(results))
 

@@ -29,6 +29,7 @@ from moec.runtime.program import Program, load_program
 from . import cache, hlo
 from .collectives import collectives
 from .hbm import parse_oom, top_buffers
+from .kernels import kernels
 from .measured import Measured, Memory, Request, StateArray
 
 MESSAGE_LINES = 25
@@ -131,7 +132,7 @@ def program_text(lowered: Any) -> str:
 def compile_and_read(
     lowered: Any, options: dict[str, str | bool], blank: Measured, mesh_axes: dict[str, int], keep_dump: str | None
 ) -> Measured:
-    """Compile with a dump and read memory, aliasing and collectives; an error becomes a result too."""
+    """Compile with a dump and read memory, aliasing, collectives and kernels; an error becomes a result too."""
     with nullcontext(keep_dump) if keep_dump else tempfile.TemporaryDirectory(prefix="moec-aot-") as dump:
         assert dump is not None
         asked = {**options, "xla_dump_to": dump, "xla_dump_hlo_as_text": True}
@@ -153,7 +154,8 @@ def compile_and_read(
     state = tuple(
         array.model_copy(update={"aliased": i in module.aliased_outputs}) for i, array in enumerate(blank.state)
     )
-    found = {"state": state, "collectives": collectives(module, mesh_axes), "memory": memory_of(compiled)}
+    launched = {"collectives": collectives(module, mesh_axes), "kernels": kernels(module)}
+    found = {**launched, "state": state, "memory": memory_of(compiled)}
     return blank.model_copy(update={**shared, **found, "outcome": "compiled"})
 
 

@@ -1,7 +1,7 @@
 """Results of ahead-of-time compiles as JSON files, one per key.
 
 XLA's persistent compile cache cannot be read back for another machine's chips, so we keep
-what we need of a compile: memory, collectives, times. The key covers everything that can
+what we need of a compile: memory, collectives, kernels, times. The key covers everything that can
 change the result: the program, the options, the compiler's flags in the environment, the
 topology, the compiler and our own parser.
 """
@@ -20,7 +20,7 @@ from .measured import Measured
 
 # Environment variables that the compilers take flags from.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_READERS = ("hlo.py", "collectives.py", "hbm.py", "aot_worker.py", "measured.py")
+_READERS = ("hlo.py", "collectives.py", "kernels.py", "hbm.py", "aot_worker.py", "measured.py")
 
 
 def cache_key(stablehlo: str, options: Mapping[str, str | bool], versions: Mapping[str, str], topology: str) -> str:

@@ -1,4 +1,4 @@
-"""Judges a compile against the plan: memory, donation, collectives. Pure functions on records."""
+"""Judges a compile against the plan: memory, donation, collectives, kernels. Pure functions on records."""
 
 import math
 from collections import Counter
@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..emit.package import plan_digest
 from ..plan.plan import BucketPlan, CollectivePlan, Plan
 from .collectives import Collective
+from .kernels import Kernel
 from .measured import Measured, Memory
 from .report import GIB, Check, size_text, skipped, verdict
 
@@ -40,8 +41,11 @@ class Key(NamedTuple):
         return f"{count} x {self.op} {self.dtype}[{self.elements}] over {','.join(self.axes) or '?'} in {where}"
 
 
-def check_bucket(measured: Measured, plan: Plan, layers: Mapping[str, int], backend: str) -> tuple[Check, ...]:
-    """All checks of one compiled bucket. layers: how many layers use each block instance."""
+def check_bucket(
+    measured: Measured, plan: Plan, layers: Mapping[str, int], kernels: Mapping[str, int], backend: str
+) -> tuple[Check, ...]:
+    """All checks of one compiled bucket. layers: how many layers use each block instance. kernels: launches per step
+    that the plan's variants imply, by name."""
     first = (*check_digest(measured, plan), check_compiled(measured))
     if measured.memory is None:
         return first
@@ -51,6 +55,7 @@ def check_bucket(measured: Measured, plan: Plan, layers: Mapping[str, int], back
         *check_memory(measured.memory, plan, measured.bucket, backend),
         check_donation(measured),
         *check_collectives(measured.collectives, plan, bucket, layers, backend),
+        check_kernels(measured.kernels, kernels),
     )
 
 
@@ -125,6 +130,24 @@ def check_collectives(
         _judge(name, *(_within_scopes(c, scopes) for c in (expected, left, extra, rewritten)), strict=strict)
         for name, scopes, strict in parts
     )
+
+
+def check_kernels(found: Iterable[Kernel], planned: Mapping[str, int]) -> Check:
+    """The program launches the kernels that the plan's variants imply, each as often, and no other."""
+    expected, counted = Counter(planned), Counter[str]()
+    found = tuple(found)
+    unknown = sorted({one.name for one in found if one.count is None})
+    if unknown:
+        return verdict("kernels", False, f"loops without a static trip count hold {', '.join(unknown)}")
+    for one in found:
+        counted[one.name] += one.count or 0
+    left, extra = expected - counted, counted - expected
+    notes = [f"missing {count} x {name}" for name, count in sorted(left.items())]
+    notes += [f"unplanned {count} x {name}" for name, count in sorted(extra.items())]
+    summary = ", ".join(f"{count} {name}" for name, count in sorted(expected.items())) or "none"
+    text = f"as planned: {summary}" if not notes else f"planned: {summary}; " + "; ".join(notes)
+    numbers = {"planned": expected.total(), "missing": left.total(), "unplanned": extra.total()}
+    return verdict("kernels", not notes, text, **numbers)
 
 
 def scope_of(collective: Collective, layers: Mapping[str, int]) -> str:

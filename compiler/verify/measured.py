@@ -3,6 +3,7 @@
 from typing import Literal
 
 from .collectives import Collective
+from .kernels import Kernel
 from .report import Frozen
 
 
@@ -81,4 +82,5 @@ class Measured(Frozen):
     state: tuple[StateArray, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     message: str = ""

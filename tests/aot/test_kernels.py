@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.kernels.case import Case
-from benchmarks.kernels.measure import Result, find_cases, measure
+from benchmarks.kernels.measure import Result, find_cases, measure, stale
 from moec.compiler.verify.cache import exclusive
 from moec.targets.target import load_target
 
@@ -51,6 +51,7 @@ def test_compiles_in_time_fits_and_keeps_its_bar(name: str, peers: dict[str, Any
     assert min(result.compile_s, result.compile_cpu_s) <= case.limit_s
     assert result.vmem_bytes is None or result.vmem_bytes <= vmem(TARGET)
     assert not result.unknown, f"the case gives no trips for {result.unknown}"
+    assert not (lost := stale(case, result)), f"the case gives trips for nodes that are not there: {lost}"
     assert result.executed.bundles > 0 or case.block == "collectives"
     if case.bar is not None:
         assert_bar(case, result, peers)

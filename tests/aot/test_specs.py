@@ -12,6 +12,7 @@ from moec.compiler.emit.emit import emit
 from moec.compiler.plan.choose import make_plan
 from moec.compiler.spec.load import list_models, load
 from moec.compiler.verify.aot import block_layers, verify_aot
+from moec.compiler.verify.kernels import planned_kernels
 
 # model -> the mechanism it stands for
 FIRST = {
@@ -42,6 +43,7 @@ def test_decode_step_compiles_as_planned(model: str, tmp_path: Path) -> None:
         plan,
         target,
         layers=block_layers(request.graph),
+        kernels=planned_kernels(request.graph, plan),
         cache_dir=tmp_path,
         buckets=["decode"],
     )

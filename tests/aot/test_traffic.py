@@ -1,4 +1,15 @@
-"""HBM traffic of one layer on tpu7x at the flagship's widths, counted from what libtpu compiled: XLA and kernels.
+"""HBM traffic of one layer, counted from what libtpu compiled for the committed program's chip, widths and tiles.
+
+Before: the XLA form of the same function; for the sums of expert rows a gather + reduce, the form that a program has
+without kernels of its own (blocks/moe/xla.py avoids it by adding block by block). After: the kernel. Operands and
+results of instructions are the compiler's (moec/compiler/verify/traffic.py has the rules).
+
+A kernel's bytes are those of its copies: their sizes, in which loops they stand and how many there are is read off the
+compiled bundles. How often a loop runs is not there, because it depends on data (rows of the batch, rows of experts),
+in XLA's loop over decode rows too: those passes are this file's arithmetic, for decode rows that all have a state and
+for choices that are spread evenly.
+So a copy that is too large, doubled, or in a loop deeper than said is found here, a loop that makes a pass too many is
+not; that every row is taken once is what the kernels' numerics tests show.
 
 `python test_traffic.py DIR CASE...` compiles cases in a process of its own and leaves optimised HLO and bundles in DIR.
 """
@@ -9,23 +20,39 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from moec.blocks.gated_delta.block import Fields as GatedDelta
+from moec.blocks.moe.block import Fields as Moe
+from moec.compiler.plan.chip import chip_limits
+from moec.compiler.plan.plan import Plan
+from moec.compiler.spec.load import load
 from moec.compiler.verify import bundles, hlo
 from moec.compiler.verify.traffic import FREE, Moved, operands, traffic
+from moec.targets.target import load_target
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
-# Gated DeltaNet: few rows; hidden is small, because weights are not what is counted. Pools too large for vector memory.
-ROWS, LAYERS, SLOTS, HIDDEN, QK_HEADS, V_HEADS, LANES, TAPS = 32, 45, 65, 1024, 16, 64, 128, 4
-CONV = ("bfloat16", (LAYERS, SLOTS, (TAPS - 1) * (2 * QK_HEADS + V_HEADS), LANES))
-STATE = ("bfloat16", (LAYERS, SLOTS, V_HEADS, LANES, LANES))
-# The way back from experts: one rank of EP8, uniform routing.
-TOKENS, TOP_K, WIDTH, TILE, EXPERTS, STREAM_DEPTH = 512, 10, 4096, 32, 64, 8
-LOCAL_ROWS = TOKENS * TOP_K // 8
+# Widths, tiles and pools of the committed program, one device of it in its decode step.
+MODEL, TARGET, WORKLOAD = "qwen3.5-397b-a17b", "tpu7x:2x2x1", "decode_512x9216"
+COMMITTED = Path(__file__).parents[2] / "generated/qwen3_5_397b_a17b/tpu7x_2x2x1/decode_512x9216/plan.json"
+PLAN = Plan.model_validate_json(COMMITTED.read_bytes())
+GRAPH = load(MODEL, target=TARGET, workload=WORKLOAD).graph
+DECODE = next(bucket for bucket in PLAN.buckets if bucket.name == "decode")
+CHIP = chip_limits(load_target(PLAN.target))
+# Gated DeltaNet, every row with a state. Hidden is small, because weights are not what is counted.
+GDN, HIDDEN, LANES = cast(GatedDelta, GRAPH.blocks()["gdn"].fields), 1024, CHIP.lanes
+ROWS, LAYERS, SLOTS = DECODE.seqs_per_rank, len(GRAPH.layers_of("gdn")), PLAN.slots_per_rank
+CHANNELS = 2 * GDN.num_qk_heads + GDN.num_v_heads
+CONV = (PLAN.dtypes.conv, (LAYERS, SLOTS, (GDN.conv_kernel - 1) * CHANNELS, LANES))
+STATE = (PLAN.dtypes.state, (LAYERS, SLOTS, GDN.num_v_heads, GDN.dk, GDN.dv))
+# Combine: the tokens of all ranks, uniform routing.
+ROUTER, WIDTH = cast(Moe, GRAPH.blocks()["moe"].fields).router, GRAPH.dims.hidden_size
+TOKENS, TOP_K, EXPERTS = DECODE.tokens_per_rank * PLAN.mesh.dp, ROUTER.top_k, ROUTER.num_experts // PLAN.mesh.ep
+LOCAL_ROWS = TOKENS * TOP_K // PLAN.mesh.ep
 ROW_BYTES, SUM_BYTES = WIDTH * 2, TOKENS * WIDTH * 4
 EVERY_CHOICE = TOKENS * TOP_K * ROW_BYTES  # bytes of [tokens * top_k, width] in bfloat16
 
@@ -41,12 +68,17 @@ def compiled(folder: Path, *cases: str) -> dict[str, tuple[hlo.Module, dict[str,
     return {case: (hlo.parse(text.read_text()), trees) for case, text in texts.items()}
 
 
-def dma_bytes(tree: bundles.Node, direction: str, *passes: int) -> int:
-    """Bytes copied, from how often each stretch that starts such copies runs, in textual order."""
+def dma_bytes(tree: bundles.Node, direction: str, *stretches: tuple[int, int]) -> int:
+    """Bytes copied in one direction by one launch.
+
+    stretches: of each stretch of bundles that starts such copies, in textual order, how many loops stand around it,
+    and how often it runs in all. Sizes and loops are the compiled ones.
+    """
     assert bundles.static(tree).bytes.keys() <= {"hbm_to_vmem", "vmem_to_hbm", "hbm_to_smem"}  # the last: tables
-    found = [node.own for node in tree.walk() if node.own.bytes.get(direction)]
-    assert len(found) == len(passes) and not any(own.unsized for own in found)
-    return sum(int(own.bytes[direction]) * times for own, times in zip(found, passes, strict=True))
+    found = [(node.path.count("L"), node.own) for node in tree.walk() if node.own.bytes.get(direction)]
+    assert not any(own.unsized for _, own in found)
+    assert [loops for loops, _ in found] == [loops for loops, _ in stretches], found
+    return sum(int(own.bytes[direction]) * times for (_, own), (_, times) in zip(found, stretches, strict=True))
 
 
 def touching(module: hlo.Module, pool: hlo.ArrayType) -> list[hlo.Instruction]:
@@ -95,8 +127,8 @@ def test_state_and_window_are_read_once_and_written_once(tmp_path: Path) -> None
     assert "output_to_operand_aliasing={{1}: (7, {}), {2}: (8, {})}" in kernels[0].attrs
     assert {0, 1} <= set(module.aliased_outputs)
     # Set-up, the first row, every row but the first while the one before is worked on.
-    read = dma_bytes(trees["gdn_decode"], "hbm_to_vmem", 1, 1, ROWS - 1)
-    written = dma_bytes(trees["gdn_decode"], "vmem_to_hbm", ROWS)
+    read = dma_bytes(trees["gdn_decode"], "hbm_to_vmem", (0, 1), (0, 1), (1, ROWS - 1))
+    written = dma_bytes(trees["gdn_decode"], "vmem_to_hbm", (1, ROWS))
     once = ROWS * (state + window)
     # What is more are the rows' inputs, gates and outputs.
     assert once <= read <= 1.02 * once
@@ -109,6 +141,9 @@ def test_state_and_window_are_read_once_and_written_once(tmp_path: Path) -> None
 
 
 def test_sums_of_expert_rows_have_no_array_of_every_choice(tmp_path: Path) -> None:
+    """Every token's choices, 10 rows, are read and written less: nothing holds [tokens x top_k, hidden]."""
+    from moec.blocks.moe import tpu_combine
+
     found = compiled(tmp_path, "gather_reduce", "combine_rows", "combine_stream")
 
     module, _ = found["gather_reduce"]
@@ -119,12 +154,13 @@ def test_sums_of_expert_rows_have_no_array_of_every_choice(tmp_path: Path) -> No
     # At least: XLA also makes it in float32.
     assert sum(m.written for m in moved if m.inst.name in made) >= EVERY_CHOICE <= read_again
 
-    tiles, pieces = TOKENS // TILE, LOCAL_ROWS // TILE
-    # By token: one copy per local row. By row: pieces, the first ones ahead.
-    for case, copies in {
-        "combine_rows": (LOCAL_ROWS,),
-        "combine_stream": (STREAM_DEPTH, pieces - STREAM_DEPTH),
-    }.items():
+    # By token, of a word of bits of a tile: one copy per local row. By row: pieces, the first ones ahead.
+    ahead, pieces = tpu_combine._COMBINE_DEPTH, LOCAL_ROWS // PLAN.tuning["moe.stream_rows.decode"]
+    for case, bucket, copies in (
+        ("combine_rows", "mixed", [(3, LOCAL_ROWS)]),
+        ("combine_stream", "decode", [(2, ahead), (2, pieces - ahead)]),
+    ):
+        tiles = TOKENS // PLAN.tuning[f"moe.combine_tokens.{bucket}"]
         module, trees = found[case]
         body = [i for body in module.computations.values() for i in body]
         large = [i for i in body if max(map(array_bytes, hlo.arrays_of(i.type)), default=0) >= EVERY_CHOICE]
@@ -132,12 +168,13 @@ def test_sums_of_expert_rows_have_no_array_of_every_choice(tmp_path: Path) -> No
         assert [i.opcode for i in large] == ["parameter"], large
         (kernel,) = (name for name in trees if name.startswith(case))
         read = dma_bytes(trees[kernel], "hbm_to_vmem", *copies)
-        written = dma_bytes(trees[kernel], "vmem_to_hbm", tiles)
+        written = dma_bytes(trees[kernel], "vmem_to_hbm", (1, tiles))
         assert (read, written) == (LOCAL_ROWS * ROW_BYTES, SUM_BYTES)
         (call,) = (m for m in traffic(module, module.entry) if m.inst.opcode == "custom-call")
         tables = sum(size for name, size in call.reads.items() if name != large[0].name)
         saved = before - total(traffic(module, module.entry, {kernel: (read + tables, written)}))
-        assert min(saved) >= EVERY_CHOICE, f"read and written less: {saved}"
+        rows_per_token = saved / (TOKENS * ROW_BYTES)
+        assert min(rows_per_token) >= TOP_K, f"rows per token read and written less: {rows_per_token}"
 
 
 def total(moved: list[Moved]) -> np.ndarray:
@@ -148,9 +185,7 @@ def total(moved: list[Moved]) -> np.ndarray:
 # --- the worker ---
 
 
-def gated_delta_case(
-    sharding: Any, name: str, chip: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+def gated_delta_case(sharding: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
     """Function, arguments and which of them are donated: one layer's mixer over decode rows."""
     import jax
 
@@ -158,10 +193,13 @@ def gated_delta_case(
     from moec.blocks.gated_delta.tpu_fused import gated_delta_fused
     from moec.blocks.gated_delta.xla import gated_delta
 
-    mixer = gated_delta if name == "gdn_xla" else partial(gated_delta_fused, chip=chip, unroll=4)
+    mixer = (
+        gated_delta if name == "gdn_xla" else partial(gated_delta_fused, chip=CHIP, unroll=PLAN.tuning["gdn.unroll"])
+    )
     options: dict[str, Any] = {
-        "num_qk_heads": QK_HEADS, "num_v_heads": V_HEADS, "head_k_dim": LANES, "head_v_dim": LANES, "conv_kernel": TAPS,
-        "norm_eps": 1e-6, "norm_zero_centered": False, "chunk": 64, "max_q": 1,
+        "num_qk_heads": GDN.num_qk_heads, "num_v_heads": GDN.num_v_heads, "head_k_dim": GDN.dk, "head_v_dim": GDN.dv,
+        "conv_kernel": GDN.conv_kernel, "norm_eps": 1e-6, "norm_zero_centered": False,
+        "chunk": PLAN.tuning["gdn.chunk"], "max_q": DECODE.max_q,
     }  # fmt: skip
 
     def run(h: Any, w: Any, conv: Any, state: Any, batch: Any, layer: Any) -> Any:
@@ -171,19 +209,23 @@ def gated_delta_case(
     def array(*dims: int, dtype: str = "bfloat16") -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
-    qk, v = QK_HEADS * LANES, V_HEADS * LANES
-    widths = {"w_q": qk, "w_k": qk, "w_v": v, "w_z": v, "w_b": V_HEADS, "w_a": V_HEADS}
+    heads, qk, v = GDN.num_v_heads, GDN.num_qk_heads * GDN.dk, GDN.num_v_heads * GDN.dv
+    widths = {"w_q": qk, "w_k": qk, "w_v": v, "w_z": v, "w_b": heads, "w_a": heads}
     w = {key: array(HIDDEN, width) for key, width in widths.items()}
-    w |= {key: array(width, TAPS) for key, width in {"conv_q": qk, "conv_k": qk, "conv_v": v}.items()}
-    w |= {key: array(V_HEADS, dtype="float32") for key in ("a_log", "dt_bias")}
-    w |= {"out_norm": array(LANES), "w_o": array(v, HIDDEN)}
+    w |= {key: array(width, GDN.conv_kernel) for key, width in {"conv_q": qk, "conv_k": qk, "conv_v": v}.items()}
+    w |= {key: array(heads, dtype="float32") for key in ("a_log", "dt_bias")}
+    w |= {"out_norm": array(GDN.dv), "w_o": array(v, HIDDEN)}
     ints = partial(array, dtype="int32")
     row, has_state = ints(ROWS), array(ROWS, dtype="bool")
     batch = Batch(row, row, ints(ROWS + 1), row, ints(ROWS, 4), row, has_state, ints(3), None)  # type: ignore[arg-type]
-    return run, (array(ROWS, HIDDEN), w, array(*CONV[1]), array(*STATE[1]), batch, ints()), (2, 3)
+    return (
+        run,
+        (array(ROWS, HIDDEN), w, array(*CONV[1], dtype=CONV[0]), array(*STATE[1], dtype=STATE[0]), batch, ints()),
+        (2, 3),
+    )
 
 
-def sum_case(sharding: Any, name: str, chip: Any) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+def sum_case(sharding: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
     """The weighted sum of each token's expert rows, as XLA is given it, or by a kernel."""
     import jax
     import jax.numpy as jnp
@@ -200,12 +242,21 @@ def sum_case(sharding: Any, name: str, chip: Any) -> tuple[Callable[..., Any], t
 
     choices, flat = TOKENS * TOP_K, array("int32", TOKENS * TOP_K)
     words, places = array("int32", choices, WIDTH // 256, LANES), array("int32", TOKENS, TOP_K)
-    weights, tiles = array("float32", TOKENS, TOP_K), {"width": WIDTH, "chip": chip, "tile_tokens": TILE}
+    weights, geometry = array("float32", TOKENS, TOP_K), {"width": WIDTH, "chip": CHIP}
     cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "gather_reduce": (gather_reduce, (array("bfloat16", choices, WIDTH), places, weights)),
-        "combine_rows": (partial(combine_rows, **tiles), (words, places, weights)),
+        # Of the mixed step's chunks, which it sums the same way.
+        "combine_rows": (
+            partial(combine_rows, tile_tokens=PLAN.tuning["moe.combine_tokens.mixed"], **geometry),
+            (words, places, weights),
+        ),
         "combine_stream": (
-            partial(combine_stream, tile_rows=TILE, **tiles),
+            partial(
+                combine_stream,
+                tile_tokens=PLAN.tuning["moe.combine_tokens.decode"],
+                tile_rows=PLAN.tuning["moe.stream_rows.decode"],
+                **geometry,
+            ),
             (words, flat, flat, array("int32", EXPERTS + 1), weights),
         ),
     }
@@ -221,17 +272,17 @@ def main(folder: str, *cases: str) -> None:
     import jax
     from jax.experimental import topologies
 
-    from moec.blocks.core.chip import ChipLimits
-
-    device = topologies.get_topology_desc("tpu7x:2x2x1", platform="tpu").devices[0]
+    device = topologies.get_topology_desc(PLAN.target, platform="tpu").devices[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    chip = ChipLimits(64 << 20, 128, 8, ("bfloat16",), cores_per_chip=2)
     for case in cases:
         make = gated_delta_case if case.startswith("gdn") else sum_case
-        function, arguments, donated = make(sharding, case, chip)
-        options: dict[str, Any] = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
-        options |= {"xla_dump_to": f"{folder}/{case}", "xla_dump_hlo_as_text": True}
+        function, arguments, donated = make(sharding, case)
+        options: dict[str, Any] = {
+            **PLAN.compile_options,
+            "xla_dump_to": f"{folder}/{case}",
+            "xla_dump_hlo_as_text": True,
+        }
         jax.jit(function, donate_argnums=donated).lower(*arguments).compile(compiler_options=options)
 
 

@@ -250,7 +250,7 @@ def main_function(kind: str) -> str:
 
 
 # Decisions of the plan that only kernels of a block know.
-KERNEL_OPTIONS = {"quantise_rows"}
+KERNEL_OPTIONS = {"row_parts", "sparsecore_rows"}
 
 
 @pytest.mark.parametrize(("kind", "variant"), kernels(), ids=lambda one: getattr(one, "name", one))
@@ -265,7 +265,7 @@ def test_kernels_take_what_their_references_take(kind: str, variant: Variant) ->
     assert [str(one) for one in kernel.values() if one.name not in besides] == [
         str(one) for one in reference.values() if one.name not in besides
     ]
-    # What the way back of a mixture of experts is tuned by is an argument of the function that returns the sums.
+    # What the combine of a mixture of experts is tuned by is an argument of the function that returns the sums.
     own = {tile for tile, _ in variant.tiles} - {"return_chunks"}
     assert {"chip", *own} == kernel.keys() & {"chip", *tiles}
     assert all(one.kind == one.KEYWORD_ONLY for one in kernel.values() if one.name in besides)
@@ -274,6 +274,6 @@ def test_kernels_take_what_their_references_take(kind: str, variant: Variant) ->
 @pytest.mark.parametrize(("kind", "variant"), kernels(), ids=lambda one: getattr(one, "name", one))
 def test_kernels_say_what_they_refuse_and_take(kind: str, variant: Variant) -> None:
     module = cost(kind, variant)
-    assert all(callable(getattr(module, name)) for name in ("work", "refuse", "vmem_bytes"))
+    assert all(callable(getattr(module, name)) for name in ("work", "refuse", "vmem_bytes", "kernels"))
     # What a kernel is judged by is known without jax.
     assert "jax" not in module.__dict__

@@ -99,7 +99,11 @@ def test_quantising_a_bfloat16_checkpoint_is_told(tmp_path: Path, oracle_dirs: d
     emit(request.graph, make_plan(request), tmp_path / "program")
     program, notes = load_program(tmp_path / "program"), list[str]()
     load_weights(program, program.mesh(jax.devices()[:1]), oracle, on_note=notes.append)
-    assert notes == [
+    told, *errors = notes
+    assert told == (
         f"loading {oracle.name}: quantised to float8_e4m3fn (one scale per 128 x 128 block): "
         "8 tensors stored as bfloat16 (moe.w_gate, moe.w_up, moe.w_down)"
+    )
+    assert [error.split(":")[1] for error in errors] == [
+        f" stacks.moe.{key} in float8_e4m3fn" for key in ("w_gate", "w_up", "w_down")
     ]

@@ -4,7 +4,8 @@ What emit.py and call.j2 write goes from h_TD to y_TD; here it stands in a funct
 shard_map, with weights cut by the blocks' own axes. Float32 tolerance: as in test_moe.py; what
 travels between devices is float32 too.
 
-What the lines of kernel variants call runs in Pallas' TPU interpreter.
+What the lines of kernel variants call runs in Pallas' TPU interpreter; what they give to SparseCores, in its emulation
+(tpu_sparsecore_emulation.py), since no interpreter has them.
 """
 
 import importlib
@@ -19,13 +20,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moec.blocks.collectives import variants as collectives
 from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.declare import BlockFields, ModelDims, NormFields, Weight
 from moec.blocks.core.emission import Site
+from moec.blocks.core.program import abstract_mesh
 from moec.blocks.core.quant import dequantize_on_host, quantize_on_host
 from moec.blocks.registry import BLOCKS, EMITTERS, PARTS, REFERENCES
 from moec.compiler.emit.render import render
@@ -185,9 +187,10 @@ def returning(shards_per_chip: int, micro_batches: int) -> dict[str, Any]:
     return {"CHIP": CHIP, **tiles}
 
 
-def grouped(chunks: int) -> dict[str, Any]:
+def grouped(chunks: int, sparsecore_rows: int = 0) -> dict[str, Any]:
     """Another bucket returns in chunks, so that the lines are the same for one."""
     tiles = {"block_rows": 8, "combine_tokens": 8, "stream_rows": 8 if chunks == 1 else 0, "return_chunks": chunks}
+    tiles |= {"sparsecore_rows": sparsecore_rows} if sparsecore_rows else {}
     tuning: dict[str, Any] = {name: {"mixed": value} for name, value in tiles.items()} | {"inner_tile": 128}
     tuning["return_chunks"]["other"] = 2
     return {"variant": BLOCKS["moe"]().VARIANTS[1], "tuning": tuning}
@@ -204,6 +207,12 @@ KERNEL_CASES = {
     "moe_one_chunk": Case("moe", ("dp8",), EXPERTS, **ALIGNED, site=grouped(1), constants={"CHIP": CHIP}),
     "moe_chunks_tp": Case("moe", ("dp4_tp2_ep8",), EXPERTS, **ALIGNED, site=grouped(2), constants={"CHIP": CHIP}),
 }
+
+
+# Rows that fill whole memory tiles, as a SparseCore copies them.
+WIDE: dict[str, Any] = {"dims": replace(DIMS, hidden_size=1024), "tokens": 128}
+SPARSE = {"CHIP": replace(CHIP, sparse_cores=2, sc_subcores=16, sc_lanes=16, sc_vmem_bytes=512 << 10)}
+SPARSECORE = Case("moe", ("dp8",), EXPERTS, **WIDE, site=grouped(1, 8), constants=SPARSE)
 
 
 def declared(case: Case) -> tuple[ModuleType, BlockFields]:
@@ -264,7 +273,15 @@ def second_layer(array: jax.Array) -> jax.Array:
     return jnp.stack([jnp.flip(array), array])
 
 
-def emitted(case: Case, layout: Layout, h: jax.Array, x: jax.Array, weights: dict[str, jax.Array], valid: jax.Array):
+def emitted(
+    case: Case,
+    layout: Layout,
+    h: jax.Array,
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    valid: jax.Array,
+    interpret: bool,
+) -> jax.Array:
     """y [T, D] of the emitted function on the layout's devices; the block is the second layer of the stacks."""
     source, names = program(case, layout, "w_up_scale" in weights)
     exec(source, names)
@@ -288,22 +305,42 @@ def emitted(case: Case, layout: Layout, h: jax.Array, x: jax.Array, weights: dic
         args = (h, x) if residual else (h,)
         return names["own_block"](*args, {"own": w}, w, SimpleNamespace(valid=valid), 1, "mixed")
 
+    kernels = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()) if interpret else nullcontext()
+    if "sparsecore_rows" in case.site.get("tuning", {}):
+        with jax.default_matmul_precision("highest"), kernels:
+            return sparsecore_step(step, layout, (h, x, values, valid), specs)
     devices = np.asarray(jax.devices()[: layout.degree(tuple(layout.sizes))]).reshape(tuple(layout.sizes.values()))
     mesh = Mesh(devices, tuple(layout.sizes))
     tokens = P(layout.data or None)
     in_specs = (tokens, tokens, specs, tokens)
     call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    kernels = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()) if case.constants else nullcontext()
     with jax.default_matmul_precision("highest"), kernels:
         return jax.jit(call)(h, x, values, valid)
 
 
-def agree(case: Case, layout: str, weights: dict[str, jax.Array], meant: dict[str, jax.Array]) -> None:
-    """The emitted lines with `weights` give what the block means with `meant`, padding tokens aside."""
+def sparsecore_step(step: Any, layout: Layout, values: tuple[Any, ...], specs: dict[str, Any]) -> jax.Array:
+    """As jit_step does it: traced for a chip, run on the devices of the arguments, whoever interprets kernels there."""
+    devices = jax.devices()[: layout.degree(tuple(layout.sizes))]
+    mesh, tokens = Mesh(np.asarray(devices).reshape(tuple(layout.sizes.values())), tuple(layout.sizes)), P(layout.data)
+    in_specs = (tokens, tokens, specs, tokens)
+    placed = jax.tree.map(lambda spec, one: jax.device_put(one, NamedSharding(mesh, spec)), in_specs, values)
+    traced = abstract_mesh(layout.sizes, ("TPU7x", 1))
+    call = jax.shard_map(step, mesh=traced, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return jax.jit(call)(*placed)
+
+
+def agree(
+    case: Case, layout: str, weights: dict[str, jax.Array], meant: dict[str, jax.Array], interpret: bool | None = None
+) -> None:
+    """The emitted lines with `weights` give what the block means with `meant`, padding tokens aside.
+
+    interpret: whether Pallas' TPU interpreter runs; None = where the lines call kernels.
+    """
+    interpret = bool(case.constants) if interpret is None else interpret
     rng = np.random.default_rng(2)
     x, h = (jnp.asarray(rng.standard_normal((case.tokens, case.dims.hidden_size)), jnp.float32) for _ in range(2))
     valid = jnp.asarray(rng.uniform(size=case.tokens) < 0.8)
-    found = emitted(case, (LAYOUTS | KERNEL_LAYOUTS)[layout], h, x, weights, valid)
+    found = emitted(case, (LAYOUTS | KERNEL_LAYOUTS)[layout], h, x, weights, valid, interpret)
     want = REFERENCES[case.kind]().apply(declared(case)[1], case.dims, h, meant, None, None, x, 0)
     found, want, valid = (np.asarray(array) for array in (found, want, valid))
     np.testing.assert_allclose(found[valid], want[valid], atol=F32_TOLERANCE, rtol=0)
@@ -328,6 +365,23 @@ def test_emitted_lines_of_kernels_compute_it_too(name: str) -> None:
     weights = draw(block.weights(fields, case.dims), seed=1)
     for layout in case.layouts:
         agree(case, layout, weights, weights)
+
+
+@pytest.mark.slow
+def test_sums_on_sparsecores_compute_it_too() -> None:
+    """By the emulation: on a CPU an emitted program of TPU kernels has no other SparseCore."""
+    block, fields = declared(SPARSECORE)
+    weights = draw(block.weights(fields, SPARSECORE.dims), seed=1)
+    assert "sparsecore_rows=OWN_SPARSECORE_ROWS," in program(SPARSECORE, LAYOUTS["dp8"], False)[0]
+    agree(SPARSECORE, "dp8", weights, weights)
+
+
+def test_a_cpu_without_the_interpreter_refuses_kernels_beside_sparsecores() -> None:
+    """The emulation stands in for SparseCores only where an interpreter stands in for the kernels before them."""
+    block, fields = declared(SPARSECORE)
+    weights = draw(block.weights(fields, SPARSECORE.dims), seed=1)
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU backend"):
+        agree(SPARSECORE, "dp8", weights, weights, interpret=False)
 
 
 @pytest.mark.parametrize(

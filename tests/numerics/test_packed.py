@@ -13,6 +13,7 @@ from moec.compiler.plan.plan import Plan
 from moec.compiler.spec.load import load
 from moec.compiler.spec.schema import Request
 from moec.compiler.verify.aot import block_layers, verify_aot
+from moec.compiler.verify.kernels import planned_kernels
 from moec.compiler.verify.numerics import verify_numerics
 from moec.compiler.verify.random_checkpoint import write_random_checkpoint
 from moec.compiler.verify.reference import checkpoint_weights
@@ -106,6 +107,7 @@ def test_4_bit_experts_take_4_bits_on_the_chip(name: str, tmp_path: Path) -> Non
         plan,
         "tpu7x:2x2x1",
         layers=block_layers(request.graph),
+        kernels=planned_kernels(request.graph, plan),
         cache_dir=tmp_path,
         buckets=["decode"],
     )

@@ -11,6 +11,7 @@ is that of two float8 terms: none for queries (a bfloat16 is their sum, test_two
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,14 +26,17 @@ from moec.blocks.attention import cost, ref, xla
 from moec.blocks.attention.block import Fields
 from moec.blocks.attention.tpu_cost import refuse, shape_key, tuning, vmem_bytes, work
 from moec.blocks.attention.tpu_ragged import attention_ragged
-from moec.blocks.attention.tpu_ragged_kernel import rpa_split
+from moec.blocks.attention.tpu_ragged_kernel import RpaShape, rpa_split
+from moec.blocks.attention.tpu_ragged_prefill import rpa_prefill
 from moec.blocks.core.batch import Batch, index_rows
 from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.declare import ModelDims, NormFields
 from moec.blocks.core.rope_spec import Rope
 from moec.blocks.core.work import Degrees, Dtypes, Gemm, Load, Stream
 
-CHIP = ChipLimits(vmem_bytes=64 << 20, lanes=128, sublanes=8, mxu_dtypes=("bfloat16", "float8_e4m3fn"))
+CHIP = ChipLimits(
+    vmem_bytes=64 << 20, lanes=128, sublanes=8, mxu_dtypes=("bfloat16", "float8_e4m3fn"), smem_bytes=1 << 20
+)
 LAYERS, LAYER, HIDDEN = 2, 1, 32
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 TILES = {"q_block": 64, "kv_block": 128, "decode_block": 256, "decode_tail": 128, "decode_slots": 4}
@@ -173,13 +177,14 @@ FLAGSHIP = {"kind": "attention", "num_q_heads": 32, "num_kv_heads": 2, "head_dim
 
 def load(
     cache: str = "float8_e4m3fn", activation: str = "bfloat16", page_size: int = 256, context: float = 8192,
-    prefill: float = 0, seqs: int = 64, chip: ChipLimits = CHIP, tp: int = 1,
+    prefill: float = 0, seqs: int = 64, chip: ChipLimits = CHIP, tp: int = 1, pages_per_seq: int = 64,
 ) -> Load:  # fmt: skip
     dtypes = Dtypes(activation, "bfloat16", "bfloat16", cache, "float32", "bfloat16")
     tokens = int(seqs + prefill)
     return Load(
-        tokens, seqs, seqs, context, 2 * context, prefill, context, page_size, Degrees(tp=tp), dtypes, 8, 256, 128, chip
-    )
+        tokens, seqs, seqs, context, 2 * context, prefill, context, page_size, Degrees(tp=tp), dtypes, 8, 256, 128,
+        chip, pages_per_seq=pages_per_seq,
+    )  # fmt: skip
 
 
 REFUSED = {
@@ -188,8 +193,10 @@ REFUSED = {
     "page size 16: the kernels take multiples of 32 with a cache in float8_e4m3fn": ({}, {"page_size": 16}),
     "cache in float8_e5m2": ({}, {"cache": "float8_e5m2"}),
     "activations in float16": ({}, {"activation": "float16"}),
-    "page tables of 16777216 bytes": ({}, {"page_size": 32, "context": 1 << 20}),
-    "bytes of vector memory: the chip has 4194304": ({}, {"chip": ChipLimits(4 << 20, 128, 8, ("float8_e4m3fn",))}),
+    # Contexts as they are, in a table with room for 131,072 tokens a row.
+    "page tables of 1048576 bytes: the kernels hold 917504": ({}, {"page_size": 32, "pages_per_seq": 4096}),
+    "page tables of 16384 bytes: the kernels hold 8192": ({}, {"chip": replace(CHIP, smem_bytes=136 << 10)}),
+    "bytes of vector memory: the chip has 4194304": ({}, {"chip": replace(CHIP, vmem_bytes=4 << 20)}),
     "memory tiles of 1 x 1 values": ({}, {"chip": ChipLimits(0, 1, 1, ())}),
 }  # fmt: skip
 
@@ -210,6 +217,31 @@ def test_tiles_are_legal_and_fit(changes: dict[str, int], cache: str, page_size:
     assert tiles["decode_block"] % page_size == tiles["kv_block"] % page_size == 0
     assert tiles["decode_block"] % tiles["decode_tail"] == tiles["decode_tail"] % 128 == tiles["kv_block"] % 128 == 0
     assert vmem_bytes(fields, DIMS, given) <= CHIP.vmem_bytes or refuse(fields, DIMS, given)
+
+
+@pytest.mark.parametrize("tokens", [5, 64, 1024])
+@pytest.mark.parametrize("heads", [(32, 2), (32, 32), (24, 1), (64, 1), (640, 1)])
+def test_items_of_a_chunk_are_whole_tiles_of_the_largest_step(heads: tuple[int, int], tokens: int) -> None:
+    """Heads of one key/value head in whole tiles of 16; items of 64 tokens, or fewer where no step has as many."""
+    fields = Fields(**FLAGSHIP | {"num_q_heads": heads[0], "num_kv_heads": heads[1]})
+    loads = {name: replace(load(prefill=tokens), tokens=size) for name, size in (("decode", 4), ("mixed", tokens))}
+    tile = max(256 // (-(-heads[0] // heads[1] // 16) * 16), 1)
+    found = tuning(fields, DIMS, loads)["q_block"]
+    assert found % tile == 0 and found - tile < min(tokens, 64) <= found
+
+
+def test_items_that_are_no_whole_tiles_are_not_taken() -> None:
+    """With 16 queries of each key/value head, 16 tokens are multiplied at a time."""
+    shape = RpaShape(
+        num_kv_heads=2, group=16, head_dim=128, page_size=16, pages_per_seq=2, block=128, slots=2, tail=128,
+        tile_rows=16, split=False, window=None, chunk=None, softcap=None,
+    )  # fmt: skip
+    q, pool = jnp.zeros((64, 2, 16, 128), jnp.bfloat16), jnp.zeros((2, 16, 512), jnp.bfloat16)
+    nothing: Any = None
+    with pytest.raises(AssertionError, match="20 tokens in tiles of 16"):
+        rpa_prefill(
+            q, nothing, None, pool, nothing, nothing, nothing, 1.0, shape=shape, q_block=20, chip=CHIP
+        )  # fmt: skip
 
 
 def test_flagship_is_taken_with_blocks_of_two_mebibytes() -> None:

@@ -6,6 +6,7 @@ names are NaN.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from moec.blocks.core.chip import ChipLimits
-from moec.blocks.core.work import Stream, Vector
+from moec.blocks.core.work import Stream, Subcore, Vector
 from moec.blocks.moe.tpu_combine import combine_rows, combine_stream
 from moec.blocks.moe.tpu_combine_cost import (
     combine_plan,
@@ -24,15 +25,20 @@ from moec.blocks.moe.tpu_combine_cost import (
     combine_work,
     sparsecore_copy_rows,
     sparsecore_refuse,
+    sparsecore_work,
 )
 from moec.blocks.moe.tpu_grouped_rows import pack_rows
 from moec.blocks.moe.tpu_sparsecore import combine_sparsecore, gather_rows_sparsecore, sparsecore_share
-from moec.blocks.moe.tpu_sparsecore_emulation import combine_sparsecore_emulated, gather_rows_sparsecore_emulated
+from moec.blocks.moe.tpu_sparsecore_emulation import (
+    combine_sparsecore_emulated,
+    gather_rows_sparsecore_emulated,
+    unpermute_sparsecore,
+)
 
-CHIP = ChipLimits(64 << 20, 128, 8, ("bfloat16",), 2, 16, 16, 512 << 10, 2)
-V6E = ChipLimits(128 << 20, 128, 8, ("bfloat16",), 2, 16, 8, 256 << 10, 1)
+CHIP = ChipLimits(64 << 20, 128, 8, ("bfloat16",), 2, 16, 16, 512 << 10, 2, 1 << 20)
+V6E = ChipLimits(128 << 20, 128, 8, ("bfloat16",), 2, 16, 8, 256 << 10, 1, 1 << 20)
 # So little VMEM that sums of 8 tokens at a time are held.
-SMALL = ChipLimits(262144, 128, 8, ("bfloat16",))
+SMALL = ChipLimits(262144, 128, 8, ("bfloat16",), smem_bytes=1 << 20)
 BAR = 1e-6
 EXPERTS = 5
 
@@ -225,6 +231,50 @@ def test_sparsecore_kernels_lower(chip: ChipLimits, kind: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh):
         for call, args in ((combine, (words, index, weight)), (gather, (words, numbers, one))):
             assert "tpu_custom_call" in jax.jit(call).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_programs_sum_on_sparsecores_of_a_tpu_and_by_the_emulation_on_a_cpu() -> None:
+    """One traced function, two lowerings: a kernel and no call to the host, or the other way round."""
+    shape, case = LARGE["one_group"], data(LARGE["one_group"])
+
+    def sums(out: jax.Array, place: jax.Array, weight: jax.Array) -> jax.Array:
+        return unpermute_sparsecore(out, place, weight, width=shape.width, chip=CHIP, copy_rows=8)
+
+    args = (case.out, case.place, case.weight)
+    device = AbstractDevice("TPU7x", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(sums).trace(*args)
+        tpu, cpu = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cpu"))
+        assert "combine_sparsecore" in tpu and "tpu_custom_call" in tpu and "callback" not in tpu
+        assert "tpu_custom_call" not in cpu and "callback" in cpu
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            assert_close(jax.jit(sums)(*args), case.want)
+
+
+def test_kernels_of_sparsecores_need_to_know_the_chip() -> None:
+    """Traced over a mesh of names alone, they leave jax asking the default device, here a CPU."""
+    case = data(LARGE["one_group"])
+    sums = partial(unpermute_sparsecore, width=2048, chip=CHIP, copy_rows=8)
+    with pytest.raises(ValueError, match="Unsupported TPU device kind: cpu"):
+        jax.make_jaxpr(sums)(case.out, case.place, case.weight)
+
+
+def test_sparsecore_work_is_of_the_busiest_subcore() -> None:
+    """The same rows once, sums once; bundles of whole groups of 8 tokens over 32 subcores, one start."""
+    terms = sparsecore_work(512, 640, 10, 4096, "bfloat16", CHIP)
+    moved = {term.op: term.bytes for term in terms if isinstance(term, Stream)}
+    assert (moved["combine"], moved["write sums"]) == (640 * 4096 * 2, 512 * 4096 * 4)
+
+    def bundles(tokens: int, rows: float, **changed: int) -> float:
+        found = sparsecore_work(tokens, rows, 10, changed.get("width", 4096), "bfloat16", CHIP)
+        return sum(term.bundles for term in found if isinstance(term, Subcore))
+
+    assert sum(term.starts for term in terms if isinstance(term, Subcore)) == 1
+    assert 12_000 < bundles(512, 640) < 13_500  # 16 tokens and 20 rows of 128 vectors of words
+    assert bundles(8192, 10240) == pytest.approx(16 * bundles(512, 640))
+    assert bundles(8, 10) == bundles(256, 320) == bundles(512, 640) / 2
+    # A row of half the width is half of the vectors; looking for rows is not.
+    assert bundles(512, 640) / 2 < bundles(512, 640, width=2048) < 0.6 * bundles(512, 640)
 
 
 def test_sums_are_made_by_row_while_scalar_memory_lists_them() -> None:

@@ -1,5 +1,7 @@
 """Gated DeltaNet's Pallas kernels in TPU interpret mode against xla.py, which test_gated_delta.py holds to ref.py.
 
+Extreme decays per channel are also compared with ref.py itself: xla.py splits them as the kernel does.
+
 Tolerances are of the largest value of each result. Every uninitialised byte, every unused pool entry and every slot of
 a new sequence is NaN: what a kernel reads of them shows. Pools keep all other slots bit by bit.
 """
@@ -19,9 +21,12 @@ from jax.experimental.pallas import tpu as pltpu
 from moec.blocks.core.batch import Batch, index_rows
 from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.declare import ModelDims, NormFields
-from moec.blocks.core.work import Degrees, Dtypes, Load, Stream
-from moec.blocks.gated_delta import block, tpu_cost, xla
+from moec.blocks.core.work import Degrees, Dtypes, Gemm, Load, Stream
+from moec.blocks.gated_delta import block, ref, tpu_cost, xla
+from moec.blocks.gated_delta.project import GdnHeads
 from moec.blocks.gated_delta.tpu_fused import gated_delta_fused
+from moec.blocks.gated_delta.tpu_fused_prefill import gdn_prefill_rows
+from moec.blocks.gated_delta.tpu_fused_prefill_channel import gdn_prefill_channel_rows
 from moec.compiler.verify.random_checkpoint import random_weight
 
 CHIP = ChipLimits(vmem_bytes=64 << 20, lanes=128, sublanes=8, mxu_dtypes=("bfloat16",))
@@ -32,7 +37,11 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 HEAD = block.Fields(kind="gated_delta", num_v_heads=4, num_qk_heads=2, head_dim=128, conv_kernel=4)
 CHANNEL = HEAD.model_copy(update={"decay": block.Decay(per="channel", lower_bound=-5.0), "negative_eigenvalues": True})
 SMALL = block.Fields(kind="gated_delta", num_v_heads=2, num_qk_heads=1, head_dim=128, conv_kernel=3)
+SMALL_KDA = SMALL.model_copy(update={"decay": block.Decay(per="channel", rank=32)})
 LONE = SMALL.model_copy(update={"num_qk_heads": 2, "gate": block.Gate(activation="sigmoid")})
+# Two query/key heads for four value heads: a unit of two heads, and one of four in short chunks.
+KDA = HEAD.model_copy(update={"decay": block.Decay(per="channel", rank=32), "gate": block.Gate(activation="sigmoid")})
+SHORT_KDA = KDA.model_copy(update={"num_qk_heads": 4, "conv_kernel": 3})
 Weights = dict[str, jax.Array]
 Pools = tuple[jax.Array, jax.Array]
 
@@ -145,10 +154,13 @@ def test_copies_of_neighbouring_rows_do_not_race(batch_of) -> None:
     assert not interpret_pallas_call.races.races_found
 
 
-def test_mixed_rows_in_short_chunks(batch_of) -> None:
+@pytest.mark.parametrize(("fields", "chunk"), [
+    pytest.param(SMALL, 16, id="head"), pytest.param(SMALL_KDA, 8, id="channel", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_mixed_rows_in_short_chunks(fields: block.Fields, chunk: int, batch_of) -> None:
     """Decode rows, then rows of one token, of less than a window, of whole chunks and of a chunk and one."""
     for rows in ([(5, 1), (0, 1), (3, 2), (0, 16), (2, 17)], [(7, 1), (6, 1), (0, 35)]):
-        assert_same(SMALL, batch_of(rows, num_decode=2, num_tokens=40), 40, chunk=16)
+        assert_same(fields, batch_of(rows, num_decode=2, num_tokens=40), 40, chunk=chunk)
 
 
 BATCHES = {
@@ -160,15 +172,18 @@ BATCHES = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fields", [HEAD, KDA], ids=["head", "channel"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_mixed_rows(name: str, batch_of) -> None:
+def test_mixed_rows(name: str, fields: block.Fields, batch_of) -> None:
     num_decode = 2 if name == "across_a_page" else 0
-    assert_same(HEAD, batch_of(BATCHES[name], num_decode=num_decode, num_tokens=200), 200)
+    assert_same(fields, batch_of(BATCHES[name], num_decode=num_decode, num_tokens=200), 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "act", "state", "chunk"), [
     (HEAD, "bfloat16", "bfloat16", 128), (LONE, "float32", "float32", 32),
+    (KDA, "bfloat16", "bfloat16", 64), (KDA, "bfloat16", "float32", 64), (CHANNEL, "float32", "float32", 64),
+    (CHANNEL, "float32", "float32", 128), (SHORT_KDA, "float32", "bfloat16", 16),
 ])  # fmt: skip
 def test_mixed_rows_of_each_kind(fields: block.Fields, act: str, state: str, chunk: int, batch_of) -> None:
     batch = batch_of(BATCHES["across_a_page"], num_decode=2, num_tokens=144)
@@ -191,7 +206,49 @@ def test_extreme_gates_stay_accurate(batch_of) -> None:
         assert_same(HEAD, batch, 200, change=change)
 
 
+# What softplus makes of these biases is the decay: e^-20 a token, almost e^-200, none to speak of (e^-60), or drawn.
+DECAYS = {"strong": [20.0], "none": [-60.0], "side_by_side": [20.0, 200.0, -60.0, -3.0, 0.0]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECAYS)
+def test_extreme_decays_per_channel_stay_accurate(name: str, batch_of) -> None:
+    """Also a request of one token and rows that share no chunk; against xla.py and token by token."""
+    batch = batch_of([(0, 1), (5, 1), (7, 66), (0, 130)], num_decode=1, num_tokens=200)
+    rng = np.random.default_rng(5)
+    bias = jnp.asarray(rng.choice(DECAYS[name], size=HEAD.num_v_heads * 128), "float32")
+
+    def given(h: jax.Array, w: Weights) -> tuple[jax.Array, Weights]:
+        return h, w | {"dt_bias": bias, "a_log": jnp.zeros(HEAD.num_v_heads)}
+
+    assert_same(KDA, batch, 200, change=given)
+    h, w, pools = draw(KDA, 200, "float32", "float32", 3)
+    h, w = given(h, w)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        got = runners(KDA, 200, False, 64)[0](h, w, pools, batch, 1)
+    flat = (pools[0].reshape(LAYERS, SLOTS, -1), pools[1])
+    at = {"pool_layer": 1, "chunk": 64, **options(KDA, 200, False)}
+    want = ref.gated_delta(h, w, *flat, batch, index_rows(batch), **at)
+    used = jnp.asarray(np.asarray(batch.slot)[:4])
+    assert_close(got[0][:198], want[0][:198], "float32")
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert_close(mine[1, used], theirs[1, used].reshape(4, *mine.shape[2:]), "float32")
+
+
+@pytest.mark.slow
+def test_repeated_keys_with_a_decay_per_channel(batch_of) -> None:
+    """One token repeated, written with a strength near 1 and hardly any decay: the couplings' powers grow."""
+    batch = batch_of([(0, 1), (0, 130)], num_decode=1, num_tokens=200)
+
+    def repeated(h: jax.Array, w: Weights) -> tuple[jax.Array, Weights]:
+        strong = w["w_b"] + 12 * h[0, :, None] / jnp.sum(h[0] ** 2)
+        return jnp.tile(h[:1], (200, 1)), w | {"w_b": strong, "a_log": w["a_log"] - 20}
+
+    assert_same(KDA, batch, 200, change=repeated)
+
+
 QWEN = block.Fields(kind="gated_delta", num_v_heads=64, num_qk_heads=16, head_dim=128, conv_kernel=4)
+KIMI = QWEN.model_copy(update={"num_v_heads": 32, "num_qk_heads": 32, "decay": KDA.decay, "gate": KDA.gate})
 BF16 = Dtypes("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16")
 DECODE = Load(
     tokens=64, seqs=64, decode_rows=64, decode_context=8192, decode_longest=8192, prefill_tokens=0, prefill_context=0,
@@ -208,7 +265,9 @@ PREFILL = replace(DECODE, tokens=512, seqs=16, decode_rows=0, prefill_tokens=512
     (QWEN, replace(DECODE, dtypes=replace(BF16, state="float8_e4m3fn")), "state dtype float8_e4m3fn"),
     (QWEN, replace(DECODE, chip=replace(CHIP, vmem_bytes=8 << 20)), "bytes of vector memory: the chip has 8388608"),
     (CHANNEL, DECODE, ""),
-    (CHANNEL, PREFILL, "prefill tokens with a decay per channel"),
+    (CHANNEL, PREFILL, ""),
+    (KIMI, PREFILL, ""),
+    (KIMI, replace(PREFILL, chip=replace(CHIP, vmem_bytes=16 << 20)), "bytes of vector memory: the chip has 16777216"),
     (QWEN, replace(PREFILL, page_size=12), "page size 12"),
 ])  # fmt: skip
 def test_refusals_name_the_rule(fields: block.Fields, load: Load, reason: str) -> None:
@@ -223,3 +282,54 @@ def test_work_moves_states_and_windows_once_each_way() -> None:
     assert recur.bytes == 64 * (2 * (state + window) + token)
     assert [term.op for term in terms][-1] == "project out"
     assert not [term for term in tpu_cost.work(QWEN, DIMS, PREFILL) if term.op == "recur"]
+
+
+def test_prefill_reads_log_decays_of_every_channel() -> None:
+    by_head = KIMI.model_copy(update={"decay": block.Decay()})
+    (channel, head) = (
+        next(
+            term
+            for term in tpu_cost.work(fields, DIMS, PREFILL)
+            if isinstance(term, Stream) and term.op == "scan chunks"
+        )
+        for fields in (KIMI, by_head)
+    )
+    assert channel.bytes - head.bytes == 512 * 32 * 128 * 4
+    # Six borders of a chunk of 64: products of two heads at once, as long and as wide as two heads' channels.
+    gemms = [term for term in tpu_cost.work(KIMI, DIMS, PREFILL) if isinstance(term, Gemm)]
+    (pairs,) = (term for term in gemms if (term.m, term.n, term.k) == (2 * 128, 2 * 128, 2 * 128))
+    assert pairs.count == 512 / 64 * 32 / 2 * 6
+
+
+@pytest.mark.parametrize("fields", [HEAD, KDA], ids=["head", "channel"])
+def test_vector_memory_of_prefill_covers_what_the_kernel_allocates(fields: block.Fields) -> None:
+    load = replace(PREFILL, tokens=2048, prefill_tokens=2048)
+    heads = GdnHeads(fields.num_qk_heads, fields.num_v_heads, 128, 128)
+    conv, f32, bf16 = 2 * heads.qk + heads.v, jnp.float32, jnp.bfloat16
+    by_channel = fields.decay.per == "channel"
+    prefill = gdn_prefill_channel_rows if by_channel else gdn_prefill_rows
+    array = jax.ShapeDtypeStruct
+
+    def run(x, beta, g, taps, cu_q, slot, has, bounds, out, conv_pool, pool):
+        batch = Batch(None, None, cu_q, None, None, slot, has, bounds, None)
+        return prefill(x, beta, g, taps, batch, 0, out, conv_pool, pool, heads=heads, chip=CHIP, chunk=64)
+
+    traced = jax.make_jaxpr(run)(
+        array((2112, conv, 128), bf16), array((2048, heads.v), f32),
+        array((2048, heads.v, 128) if by_channel else (2048, heads.v), f32), array((4, conv, 128), f32),
+        array((17,), jnp.int32), array((16,), jnp.int32), array((16,), bool), array((3,), jnp.int32),
+        array((2112, heads.v, 128), bf16), array((1, 4, 3 * conv, 128), bf16), array((1, 4, heads.v, 128, 128), bf16),
+    )  # fmt: skip
+    (kernel,) = (eqn.params["jaxpr"] for eqn in traced.eqns if eqn.primitive.name == "pallas_call")
+    refs = [var.aval for var in kernel.invars if var.aval.memory_space == pltpu.VMEM]
+    assert len(refs) >= 14
+    # A MiB is the compiler's own.
+    allocated = sum(map(padded_bytes, refs)) + (1 << 20)
+    assert allocated <= tpu_cost.vmem_bytes(fields, DIMS, load) <= 1.03 * allocated
+
+
+def padded_bytes(ref: Any) -> int:
+    """Bytes of an array in tiles of 8 rows of 128 values of 32 bits."""
+    (*outer, rows, lanes), size = ref.shape, ref.dtype.itemsize
+    step = 32 // size
+    return int(np.prod(outer, initial=1)) * -(-rows // step) * step * -(-lanes // 128) * 128 * size

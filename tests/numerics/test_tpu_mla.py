@@ -30,7 +30,9 @@ from moec.blocks.core.work import Degrees, Dtypes, Load, Stream
 from moec.blocks.mla import block, ref, tpu_cost, xla
 from moec.blocks.mla.tpu_ragged import mla_ragged
 
-CHIP = ChipLimits(vmem_bytes=64 << 20, lanes=128, sublanes=8, mxu_dtypes=("bfloat16", "float8_e4m3fn"))
+CHIP = ChipLimits(
+    vmem_bytes=64 << 20, lanes=128, sublanes=8, mxu_dtypes=("bfloat16", "float8_e4m3fn"), smem_bytes=1 << 20
+)
 DIMS = ModelDims(7168, 1024, NormFields())
 LAYERS, PAGES, PAGES_PER_SEQ, ROWS = 2, 48, 16, 8
 HIDDEN, LATENT, ROPE, NOPE, VALUE = 48, 128, 24, 16, 20
@@ -204,7 +206,7 @@ def _load(kv: str = "bfloat16", **more: Any) -> Load:
     given: dict[str, Any] = {
         "tokens": 64, "seqs": 64, "decode_rows": 64, "decode_context": 4096, "decode_longest": 8192,
         "prefill_tokens": 0, "prefill_context": 0, "page_size": 256, "degrees": Degrees(), "row_tile": 16,
-        "row_full": 256, "lanes": 128, "chip": CHIP,
+        "row_full": 256, "lanes": 128, "chip": CHIP, "pages_per_seq": 32,
     }  # fmt: skip
     return Load(**given | more, dtypes=Dtypes("bfloat16", "bfloat16", "bfloat16", kv, "bfloat16", "bfloat16"))
 
@@ -215,7 +217,7 @@ def _load(kv: str = "bfloat16", **more: Any) -> Load:
         ({"kv_lora_rank": 448}, {}, "kv_lora_rank 448: the kernels take multiples of 128"),
         ({}, {"page_size": 16, "kv": "float8_e4m3fn"}, "page size 16"),
         ({}, {"page_size": 24}, "page size 24"),
-        ({}, {"page_size": 16, "decode_longest": 131072}, "scalar memory"),
+        ({}, {"pages_per_seq": 8192}, "page tables of 2097152 bytes: the kernels hold 917504 in scalar memory"),
         ({}, {"chip": replace(CHIP, vmem_bytes=8 << 20)}, "bytes of vector memory: the chip has"),
         ({}, {"kv": "int8"}, "cache in int8"),
         ({}, {"chip": replace(CHIP, lanes=1)}, "memory rows of 1 values"),

@@ -18,6 +18,7 @@ from moec.blocks.core.chip import ChipLimits
 from moec.blocks.core.declare import ModelDims, NormFields
 from moec.blocks.core.work import Degrees, Dtypes, Load
 from moec.blocks.moe.tpu_dispatch import Dispatch, dispatch
+from moec.blocks.moe.tpu_dispatch_cost import dispatch_refuse
 from moec.blocks.moe.xla import _moe_sort
 from moec.blocks.router import tpu_cost, xla
 from moec.blocks.router.router_fields import Router
@@ -209,16 +210,33 @@ def test_cost_serves_the_shapes_and_says_what_it_does_not() -> None:
     assert tpu_cost.refuse(cubic, DIMS, load(64)) == ["renorm_power 3.0: the kernel takes 1 or 2"]
     small = ChipLimits(vmem_bytes=1 << 20, lanes=128, sublanes=8, mxu_dtypes=())
     assert "vector memory" in tpu_cost.refuse(router, DIMS, load(64, small))[0]
-    assert tpu_cost.refuse_dispatch(8192, 10, 64, load(1024)) == []
-    assert "vector memory" in tpu_cost.refuse_dispatch(65536, 10, 64, load(8192))[0]
-    assert "counts below" in tpu_cost.refuse_dispatch(2**22, 10, 64, load(2**19))[0]
+    assert dispatch_refuse(8192, 10, 64, load(1024)) == []
+    assert "vector memory" in dispatch_refuse(65536, 10, 64, load(8192))[0]
+    assert "counts below" in dispatch_refuse(2**22, 10, 64, load(2**19))[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "reason"), [(64, 96, "in pieces of 96"), (128, 128, "blocks of 128"), (48, 128, "of 64")]
+)
+def test_tiles_are_taken_as_they_are_or_not_at_all(tokens: int, hidden: int, reason: str) -> None:
+    h, w = draw(9, 48, jnp.bfloat16)
+    with pytest.raises(AssertionError, match=reason):
+        route_fused(h, w, top_k=4, chip=CHIP, route_tokens=tokens, route_hidden=hidden)
+
+
+@pytest.mark.parametrize("hidden", [200, 384, 4096, 7168, 20480])
+@pytest.mark.parametrize("tokens", [1, 64, 700, 8192])
+def test_tuning_gives_tiles_the_kernel_takes(tokens: int, hidden: int) -> None:
+    dims = ModelDims(hidden, 128, NormFields())
+    rows, piece = tpu_cost.tiles(Router(num_experts=512, top_k=10), dims, load(tokens))
+    assert rows % 64 == 0 and rows < tokens + 64 and hidden % piece == 0 and (piece % 128 == 0 or piece == hidden)
 
 
 def test_nothing_is_sorted() -> None:
     """From hidden to the experts' rows: no sort, no top-k, no gather or scatter of single words outside the kernels."""
 
     def run(h: Array, w: Array, valid: Array) -> Dispatch:
-        packed = route_packed_fused(h, w, top_k=10, valid_T=valid, chip=CHIP)
+        packed = route_packed_fused(h, w, top_k=10, valid_T=valid, **TILES)
         return dispatch(packed[:, :10], first_expert=64, num_local=64, chip=CHIP)
 
     h, w = draw(64, 512, jnp.bfloat16)

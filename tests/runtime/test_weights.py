@@ -282,7 +282,8 @@ def test_conversions_that_lose_bits_are_told(folders: dict[str, Path]) -> None:
     def notes(wanted: Any, layout: str) -> list[str]:
         lines: list[str] = []
         load_weights(wanted, mesh_of("1-device"), folders[layout], on_note=lines.append)
-        return [line.removeprefix(f"loading {folders[layout].name}: ") for line in lines]
+        lines = [line.removeprefix(f"loading {folders[layout].name}: ") for line in lines]
+        return [line for line in lines if "relative error" not in line]
 
     every = [f"stored as {dtype}" for dtype in ("float32", "bfloat16")]
     experts = "moe.w_gate, moe.w_up, moe.w_down"
@@ -306,8 +307,11 @@ def test_conversions_that_lose_bits_are_told(folders: dict[str, Path]) -> None:
 
 def test_conversions_go_to_stderr_unless_taken(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     load_weights(program(expert_dtype="float8_e4m3fn"), mesh_of("1-device"), folders["stacked"])
-    (line,) = capsys.readouterr().err.splitlines()
+    line, *errors = capsys.readouterr().err.splitlines()
     assert line.startswith(f"loading {folders['stacked'].name}: quantised to float8_e4m3fn")
+    wanted = [f"stacks.moe.{key} in float8_e4m3fn: relative error at most" for key in ("w_gate", "w_up", "w_down")]
+    for key, error in zip(wanted, errors, strict=True):
+        assert error.startswith(f"loading {folders['stacked'].name}: {key}") and error.endswith(" 0 saturated")
 
 
 def test_a_cut_through_scale_blocks_is_refused(tmp_path: Path, model: Tree, write_checkpoint: Write) -> None:

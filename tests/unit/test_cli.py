@@ -67,6 +67,38 @@ def test_bad_input_is_a_message_and_exit_code_2(words: tuple[str, ...], capsys: 
     assert err or (not words and out)  # without words the help is the message
 
 
+FLAGSHIP = ("plan", "qwen3.5-397b-a17b", "--target", "tpu7x-8", "--workload", "decode_512x9216")
+
+
+def test_a_pin_no_block_keeps_is_said_once_for_all_shardings(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *FLAGSHIP, "plan.dtypes.expert_rows=float8_e4m3fn", "plan.variants.moe=xla")
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith(
+        "<command line>:arg2: error: plan.variants.moe, plan.dtypes.expert_rows: UNSUPPORTED: plan.variants.moe=xla: "
+        "rows in float8_e4m3fn: plain XLA multiplies rows in the activations' dtype (for all 16 shardings on tpu7x"
+    )
+    assert "valid: tpu_grouped; or leave out plan.dtypes.expert_rows=float8_e4m3fn; see <command line>:arg1" in line
+
+
+def test_every_block_that_refuses_its_pin_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ("plan.page_size=3", "plan.variants.gqa=tpu_ragged", "plan.variants.gdn=tpu_fused")
+    code, _, err = run(capsys, *FLAGSHIP, *pins)
+    assert code == 2
+    assert "<command line>:arg2: error: plan.variants.gqa, plan.page_size: UNSUPPORTED: " in err
+    assert "<command line>:arg3: error: plan.variants.gdn, plan.page_size: UNSUPPORTED: " in err
+    assert "INDIVISIBLE" not in err
+    windows = [line for line in err.splitlines() if "convolution window" in line]
+    assert all("plan.page_size" not in line and "(for TP8 on tpu7x:2x2x1)" in line for line in windows)
+    assert len(windows) == 1
+
+
+def test_large_numbers_of_bytes_are_also_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, *FLAGSHIP, "plan.variants.moe=tpu_grouped", "target.vmem_mib=2")
+    assert code == 2
+    assert " MiB) of vector memory" in err and "the chip has 2097152 (2 MiB)" in err
+
+
 def test_all_problems_of_all_models_in_one_pass(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "check", TINY, "no_such", "tiny/qwen3_moe", "model.blocks.moe.router.topk=3")
     assert (code, out) == (2, "")
@@ -153,6 +185,50 @@ def test_a_program_that_is_not_its_plans_is_refused(
     assert code == 2
     assert "model.py is not the program of its plan.json" in err
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        (' "model": "tiny_mixtral",', ' "model": "tiny_mixtral";', "plan.json:2:25: error: no JSON: Expecting ','"),
+        ('"page_size": 32', '"page_size": "many"', "plan.json: error: page_size: must be a valid integer"),
+        ('"page_size": 32', '"page_sise": 32', "plan.json: error: page_sise: unknown key 'page_sise' (did you mean"),
+        ('"model_source": "tiny/m', '"model_source": "tiny/n', "plan.json: error: model_source: unknown model 'tiny/n"),
+        ('"target": "cpu"', '"target": "cpux"', "plan.json: error: target: unknown target 'cpux'"),
+        ("plan.page_size=32", "plan.page_sze=32", "plan.json: error: overrides.0: plan.page_sze: unknown override"),
+        ("plan.page_size=32", "plan.page_size=4096", "overrides.0: plan.page_size: UNSUPPORTED: pages of 4096 tokens"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_was_changed_says_where(
+    right: str, wrong: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "program"
+    assert run(capsys, "compile", TINY, "--target", "cpu", "-o", str(folder), "plan.page_size=32")[0] == 0
+    plan = folder / "plan.json"
+    text = plan.read_text()
+    assert right in text
+    plan.write_text(text.replace(right, wrong, 1))
+    for words in (("compile", "--check", "-o", str(folder)), ("verify", str(folder))):
+        code, _, err = run(capsys, *words)
+        assert code == 2 and "Traceback" not in err
+        assert said in err or (words[0] == "verify" and "PLAN_DIGEST is" in err)
+
+
+def test_a_folder_below_a_file_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    code, _, err = run(capsys, "compile", TINY, "--target", "cpu", "-o", str(file / "sub" / "folder"))
+    assert code == 2
+    assert f"cannot write {file}/sub/folder: {file} is a file" in err
+
+
+def test_a_benchmark_is_told_everything_that_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("bench", "kernels", "--target", "v6e:1x9", "--case", "rs-hierarchical-decod", "--timeout", "nan")
+    assert main([*words, "--peers", str(tmp_path / "none")]) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in said] == ["--target", "--case", "--timeout", "--peers"]
+    assert "did you mean 'v6e:1x1'?" in said[0] and "did you mean 'rs-hierarchical-decode'?" in said[1]
+    assert "expected seconds, got nan (valid: a number above 0)" in said[2]
 
 
 def test_a_check_that_was_asked_for_and_skipped_is_no_pass(

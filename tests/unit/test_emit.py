@@ -1,14 +1,16 @@
 """The emitter: what emitted text must and must not contain, for several models and meshes."""
 
 import ast
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from moec.compiler.emit import standalone
 from moec.compiler.emit.emit import check, emit, why_not_ours
-from moec.compiler.emit.package import plan_digest, program_files
+from moec.compiler.emit.package import legend, plan_digest, program_files
 from moec.compiler.emit.view import identifier
 from moec.compiler.plan.choose import make_plan
 from moec.compiler.spec.load import load
@@ -77,15 +79,69 @@ def test_every_constant_has_a_reason(flagship_files):
     assert not bare
 
 
-def test_flagship_places_collectives_explicitly(flagship_files):
-    """DP attention + EP experts: one packed routing gather, one hidden gather per MoE; experts return their sums."""
+def test_constants_are_laid_out_to_be_read(flagship_files):
+    """Limits by whole fields with the reason ahead of them; one number where all buckets agree, and no index then."""
     plan, files = flagship_files
-    assert (plan.mesh.dp, plan.mesh.ep) == (8, 8)
     text = files["model.py"]
-    calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
-    names = ("gather_tokens", "gather_routing_packed", "experts_to_ranks_grouped", "reduce_scatter_tokens")
-    assert [calls.count(name) for name in names] == [1, 1, 1, 0]
-    assert "all_reduce" not in calls
+    chip = re.search(r"^CHIP = ChipLimits\(  # what the kernels .*\n((?:    .*,\n)+)\)$", text, flags=re.MULTILINE)
+    assert chip and all(one.count("(") == one.count(")") for one in chip[1].splitlines())
+    assert f"smem_bytes={plan.chip['smem_bytes']}," in chip[1] and plan.chip["smem_bytes"] == 1 << 20
+    tables = re.findall(r'^(\w+) = \{"decode": (\d+), "mixed": (\d+)\}', text, flags=re.MULTILINE)
+    assert tables and all(decode != mixed and f"{name}[bucket]" in text for name, decode, mixed in tables)
+    assert re.search(r"^MOE_COMBINE_TOKENS = 64  # ", text, flags=re.MULTILINE)
+    assert "combine_tokens=MOE_COMBINE_TOKENS," in text
+
+
+def test_the_legend_names_the_dims_in_use(flagship_files):
+    text = flagship_files[1]["model.py"]
+    assert legend("y_TD, kv_A1, MOE_TOP_K") == ("Suffixes: T tokens of this rank, A tokens of all ranks, D hidden.",)
+    found = text.partition("Suffixes:")[2].partition('"""')[0]
+    dims = set(re.findall(r"\b([A-Z]) ", found))
+    assert dims == {dim for name in re.findall(r"\b[a-z]\w*_([A-Z0-9]+)\b", text) for dim in name if dim.isalpha()}
+    with pytest.raises(AssertionError, match=r"\['Q'\]"):
+        legend("q_TQ")
+
+
+# Collective of a plan -> what the call that makes it is named after.
+CALLED = {
+    "all-gather": r"gather_(tokens|routing)",
+    "reduce-scatter": r"reduce_scatter|_to_ranks",
+    "all-reduce": r"all_reduce",
+    "all-to-all": r"all_to_all",
+}
+
+
+def across(functions):
+    """Names of the calls in these functions that are handed mesh axes: what communicates."""
+    found = []
+    for call in (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Call)):
+        given = {ast.unparse(one) for one in (*call.args, *(word.value for word in call.keywords))}
+        if given & {"DATA", "TENSOR", "EXPERT"} and ast.unparse(call.func) != "lax.axis_index":
+            found.append(ast.unparse(call.func))
+    return found
+
+
+@pytest.mark.parametrize("bucket", ["decode", "mixed"])
+def test_every_collective_of_the_flagship_is_a_named_call(flagship_files, bucket):
+    """In a block, one call per planned collective, named after it; messages of one array, as in chunks, are one call.
+
+    Around the layers, the table and the head that are cut over devices: their names say so.
+    """
+    plan, files = flagship_files
+    functions = {f.name: f for f in ast.parse(files["model.py"]).body if isinstance(f, ast.FunctionDef)}
+    arrays = {(one.scope, one.op, one.dtype, one.what) for one in plan.collectives if one.bucket == bucket}
+    assert {scope for scope, *_ in arrays} == {"moe", "step"}
+    blocks = {name: f for name, f in functions.items() if name.endswith("_block")}
+    for name, function in blocks.items():
+        called = across([function])
+        wanted = Counter(op for scope, op, *_ in arrays if f"{scope}_block" == name)
+        found = {op: sum(bool(re.search(word, one)) for one in called) for op, word in CALLED.items()}
+        assert found == {op: wanted[op] for op in CALLED}, (name, called)
+        assert len(called) == wanted.total(), (name, called)
+    ends = {"lookup_sharded": plan.embed == "sharded", "logits_sharded": plan.head == "sharded"}
+    assert set(across(f for name, f in functions.items() if name not in blocks)) == {
+        n for n, cut in ends.items() if cut
+    }
 
 
 def test_tensor_parallel_adds_a_sum_per_mixer():

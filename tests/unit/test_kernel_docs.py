@@ -1,5 +1,6 @@
-"""docs/kernels.md: its table of predicted steps before and after each kernel is what the planner says."""
+"""docs/kernels.md: predicted steps before and after each kernel are the planner's, counts are those recorded."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,15 @@ KERNELS = {
     "router.tpu_fused": ("router", "tpu_fused"),
 }
 FLOAT8 = ("plan.dtypes.kv=float8_e4m3fn", "plan.dtypes.gather=float8_e4m3fn")
+
+
+# The rows of the table of counts: our case, and a peer that is not the case's own.
+COUNTED = (
+    ("gdn-decode-bf16", None), ("gdn-decode-f32", None), ("gdn-decode-bf16", "gdn-v3-decode"),
+    ("moe-grouped-fp8", None), ("moe-grouped-fp8-512", None), ("moe-grouped-fp8-exact", None),
+    ("rpa-decode-fp8", None), ("rpa-decode-bf16", None), ("router-64", None), ("router-512", None),
+    ("dispatch-512", None),
+)  # fmt: skip
 
 
 @cache
@@ -58,3 +68,30 @@ def test_before_and_after_is_the_planners(root: Path, line: int) -> None:
     text = (root / "docs" / "kernels.md").read_text()
     documented = re.findall(r"^\| .*\d+\.\d\d \| \d+\.\d\d \|.*\|$", text, flags=re.MULTILINE)
     assert documented[line] == table()[line]
+
+
+def rounds(value: float, text: str) -> bool:
+    """Whether text is value at the digits it has."""
+    digits = len(text.partition(".")[2])
+    return abs(float(text.replace(",", "")) - value) <= 0.5000001 * 10**-digits
+
+
+@pytest.mark.parametrize("line", range(len(COUNTED)))
+def test_counts_are_the_recorded_ones(root: Path, line: int) -> None:
+    """Peer's bundles and what is around them, ours, ratio and bar: the one of the case is the last."""
+    results = root / "benchmarks" / "kernels" / "results"
+    ours, peers = (json.loads((results / f"{name}_tpu7x.json").read_text()) for name in ("kernels", "peers"))
+    table = (root / "docs" / "kernels.md").read_text().partition("| work (one device of DP8/EP8")[2].split("\n\n")[0]
+    rows = [[cell.strip() for cell in one.strip("| ").split(" | ")] for one in table.splitlines()[2:]]
+    assert len(rows) == len(COUNTED)
+    name, other = COUNTED[line]
+    case = ours["kernels"][name]
+    peer = peers["peers"][other or case["peer"]]
+    unit, _, theirs, own, ratio, bar = rows[line][1:]
+    assert unit == {"KV token": "key"}.get(case["unit"], case["unit"]) and peer["unit"] == case["unit"]
+    assert rounds(peer["bundles"], theirs.split()[0]) and rounds(case["bundles"], own)
+    around = re.search(r"\+([\d.,]+) around", theirs)
+    assert around is None or rounds(peer["around"], around[1])
+    assert rounds(case["bundles"] / peer["bundles"], ratio)
+    held = None if other else case["bar"]
+    assert re.findall(r"[\d.]+", bar)[-1:] == ([] if held is None else [f"{held:g}"])

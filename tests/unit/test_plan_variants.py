@@ -66,13 +66,23 @@ def test_pins_of_what_does_not_exist(pin: str, path: str, text: str, hint: str) 
     assert problem.path == path and text in problem.text and problem.hint == hint
 
 
+def test_page_tables_are_as_wide_as_the_longest_context_allowed() -> None:
+    """64 rows of 9,216 tokens; the table has room for 131,072: 2 MiB with pages of 16, 1 MiB is all there is."""
+    wide = ["workload.max_context=131072", "plan.attention.dp=8", "plan.dtypes.kv=bfloat16", "target.hbm_gib=1000"]
+    for pages, verdict in (("plan.page_size=16", "REFUSED"), ("plan.page_size=64", "CHOSEN")):
+        asked = load("qwen3.5-397b-a17b", target="tpu7x-8", workload="decode_512x9216", overrides=[*wide, pages])
+        (kernel,) = (one for one in make_plan(asked).variant_choices if one.variant == "tpu_ragged")
+        assert kernel.verdict == verdict
+        assert verdict == "CHOSEN" or "page tables of 2097152 bytes: the kernels hold 917504" in kernel.why
+
+
 def test_functions_of_kernels_are_called_after_their_variant() -> None:
     kernel = Variant("tpu_fused", "moec.blocks.x.tpu_fused", ("tpu",), kernel=True)
     assert kernel.function("gated_delta") == "gated_delta_fused"
     assert replace(kernel, kernel=False).function("gated_delta") == "gated_delta"
 
 
-# --- the way back from the experts ---
+# --- how sums return from the experts ---
 
 FLAGSHIP = {"target": "tpu7x:2x2x1", "workload": "decode_512x9216"}
 DP8 = ("plan.attention.dp=8", "plan.experts.ep=8", "plan.shared_expert=replicated")
@@ -145,7 +155,7 @@ def test_large_sums_return_in_chunks() -> None:
     assert step.binding == "ICI"
     assert step.us == pytest.approx(sum(one.predicted_us for one in returns(plan, "mixed")), rel=1e-5)
     text = program_files(graph, plan)["model.py"]
-    assert "y_TD = experts_to_ranks_grouped(" in text
+    assert "y_TD = experts_reduce_scatter_grouped(" in text
     assert "axes=DATA, return_chunks=MOE_RETURN_CHUNKS[bucket]," in text
     assert 'MOE_RETURN_CHUNKS = {"decode": 1, "mixed": 4}  #' in text
     assert "reduce_scatter_tokens" not in text
@@ -154,7 +164,7 @@ def test_large_sums_return_in_chunks() -> None:
 def test_the_kernel_way_back_is_not_chunked() -> None:
     """It runs on the TensorCore, beside no sums."""
     graph, plan = planned(*DP8, KERNEL)
-    assert plan.variants["moe"] == "tpu_grouped" and plan.tuning["moe.return_chunks.mixed"] == 1
+    assert plan.variants["moe"] == "tpu_grouped" and "moe.return_chunks.mixed" not in plan.tuning
     assert [one.shape for one in returns(plan, "mixed")] == [(8192, 4096)]
     assert "y_AD = experts_grouped(" in program_files(graph, plan)["model.py"]
 
@@ -164,7 +174,7 @@ def test_what_keeps_sums_in_one_message() -> None:
     fields = graph.blocks()["moe"].fields
     assert isinstance(fields, MoeFields)
     dtypes = Dtypes("bfloat16", "bfloat16", "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "bfloat16")
-    chip = ChipLimits(64 << 20, 128, 8, ("float8_e4m3fn",), sparse_cores=2, cores_per_chip=2)
+    chip = ChipLimits(64 << 20, 128, 8, ("float8_e4m3fn",), sparse_cores=2, cores_per_chip=2, smem_bytes=1 << 20)
     load_ = Load(1024, 64, 64, 1, 1, 960, 1, 256, Degrees(dp=8, ep=8), dtypes, 16, 256, chip=chip)
 
     def chunks(**changed: Any) -> int:
@@ -186,7 +196,8 @@ def test_rows_in_float8_are_a_pin_that_only_the_kernel_takes() -> None:
     assert "rows in float8_e4m3fn" in refused["moe"] and plan.variants["moe"] == "tpu_grouped"
     emitted = emission(request.graph.blocks()["moe"], request.graph, plan)
     text = "\n".join(str(line) for line in emitted.fields.values())
-    assert "quantise_rows=True" in text and "gather_tokens_float8(h_TD, packed_T2K, DATA)" in text
+    assert "row_parts=MOE_ROW_PARTS" in text and "gather_tokens_float8(h_TD, packed_T2K, DATA)" in text
+    assert {one.name: one.text for one in emitted.constants}["MOE_ROW_PARTS"] == "1"
     assert {one.dtype for one in plan.collectives if one.scope == "moe" and one.op == "all-gather"} == {
         "float8_e4m3fn", "int32",
     }  # fmt: skip

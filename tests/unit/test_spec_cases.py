@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moec.compiler.problems import ProblemsError
+from moec.compiler.problems import Problem, ProblemsError
 from moec.compiler.spec.load import load
 
 FOLDER = Path(__file__).parents[1] / "cases" / "spec"
@@ -59,3 +59,22 @@ def test_there_are_enough_cases() -> None:
 def test_base_is_sound(here: Path) -> None:
     (here / "spec.yaml").write_text(spoiled({}))
     assert load("spec.yaml").graph.num_layers == 8
+
+
+def test_problems_of_later_stages_name_the_place_too(here: Path) -> None:
+    """A pin is on the command line or in the model file, a dtype in the target's; what nobody wrote has no place."""
+    text = spoiled({}) + "mesh: {attention: {dp: 8}}\n"
+    (here / "spec.yaml").write_text(text)
+    request = load("spec.yaml", target="cpu:8", workload="default", overrides=["plan.page_size=16"])
+
+    def said(path: str) -> str:
+        return str(request.locate(Problem(path, "no", "hint")))
+
+    line = len(text.splitlines())
+    assert said("plan.page_size") == "<command line>:arg1: error: plan.page_size: no (hint)"
+    assert said("plan.attention.dp") == f"spec.yaml:{line}:24: error: plan.attention.dp: no (hint)"
+    both = said("plan.page_size, plan.attention.dp")
+    assert both == f"<command line>:arg1: error: plan.page_size, plan.attention.dp: no (hint; see spec.yaml:{line}:24)"
+    assert "targets/cpu/chip.yaml:" in said("plan.dtypes.kv") and "targets/cpu/chip.yaml:" in said("target.hbm_gib")
+    assert said("plan.max_seqs") == "error: plan.max_seqs: no (hint)"
+    assert said("plan") == "error: plan: no (hint)"

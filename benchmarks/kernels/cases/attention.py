@@ -7,10 +7,12 @@ from typing import Any, cast
 from jax.sharding import Mesh
 
 from benchmarks.kernels.case import Arg, Case
+from moec.blocks.attention.tpu_cost import TUNED_BY
 from moec.blocks.attention.tpu_ragged_kernel import RpaShape, rpa_decode
 from moec.blocks.attention.tpu_ragged_prefill import rpa_prefill
 from moec.blocks.core.batch import Batch, Rows
 from moec.blocks.core.chip import ChipLimits
+from moec.blocks.core.work import tuned_key
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 16, 256
 SEQS, CONTEXT, LAYERS = 64, 8192, 2
@@ -55,17 +57,20 @@ def _decode(name: str, cache: str, page: int, block: int, peer: str) -> Case:
             Arg((SEQS, KV_HEADS, GROUP, HEAD_DIM), "bfloat16"), Arg((SEQS, VALUES), "uint32"), _pool(cache, page),
         ),
         donate=(7,), unit="KV token", units=SEQS * CONTEXT, floor_bytes=SEQS * CONTEXT * VALUES * ITEMSIZE[cache],
-        kernels=(r"rpa_decode.*",), trips={"rpa_decode": _decode_trips(CONTEXT // block)},
-        tiles={"decode_block": block, "decode_tail": 256, "decode_slots": 8},
-        shape=f"{KV_HEADS * GROUP}x{KV_HEADS}x{HEAD_DIM}x{page}x{cache}", peer=peer, bar=0.85,
+        kernels=(r"rpa_decode.*",), trips=_decode_trips,
+        tiles={"decode_block": block, "decode_tail": 256, "decode_slots": 8}, grid={"decode_block": (512, 1024, 2048)},
+        shape=tuned_key(
+            TUNED_BY, rows=SEQS, q_heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page=page, kv=cache,
+            reach="all",
+        ), peer=peer, bar=0.85,
     )  # fmt: skip
 
 
-def _decode_trips(blocks: int) -> dict[str, float]:
+def _decode_trips(tiles: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """All other dynamic loops are over the pages of blocks that are not whole, and tiles behind a row: none here."""
-    row = "I0.L0"
+    row, blocks = "I0.L0", CONTEXT // tiles["decode_block"]
     turn = f"{row}.I1.I2.L0"
-    return {
+    trips = {
         row: SEQS,
         f"{row}.I0.I1": 0,  # the new token is in a row's last block,
         f"{row}.I1.I1": 0,
@@ -74,6 +79,7 @@ def _decode_trips(blocks: int) -> dict[str, float]:
         f"{row}.I3": 0,  # no tail
         "*": 0,
     }
+    return {"rpa_decode": trips}
 
 
 def _build_prefill(
@@ -108,7 +114,6 @@ def _prefill(name: str, cache: str, page: int) -> Case:
         donate=(2,), unit="token", units=tokens, floor_bytes=seen * row + 2 * tokens * row,
         kernels=(r"rpa_prefill.*",), trips={"rpa_prefill": _prefill_trips(page, keys, queries)},
         tiles={"q_block": queries, "kv_block": keys},
-        shape=f"{KV_HEADS * GROUP}x{KV_HEADS}x{HEAD_DIM}x{page}x{cache}",
     )  # fmt: skip
 
 

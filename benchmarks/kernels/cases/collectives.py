@@ -8,20 +8,39 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.kernels.case import Arg, Case
+from benchmarks.kernels.case import Arg, Case, Refused
+from moec.blocks.collectives.tpu_cost import refuse_reduce_scatter
 from moec.blocks.collectives.tpu_hierarchical import reduce_scatter_hierarchical
 from moec.blocks.core.chip import ChipLimits
+from moec.blocks.core.work import Degrees, Dtypes, Load
 
 DEVICES, HIDDEN, ITEM_BYTES = 8, 4096, 2
 
 
-def _build(chip: ChipLimits, mesh: Mesh, tiles: Mapping[str, int]) -> Callable[..., Any]:
+def _build(chip: ChipLimits, mesh: AbstractMesh, tiles: Mapping[str, int], *, tokens: int) -> Callable[..., Any]:
     """Counts are those of eight devices; on fewer each has more tokens."""
+    if why := _refusals(chip, mesh.size, tiles["micro_batches"], tokens):
+        raise Refused("; ".join(why))
     scatter = partial(reduce_scatter_hierarchical, axes=("data",), chip=chip, shards_per_chip=chip.cores_per_chip)
     return jax.shard_map(partial(scatter, **tiles), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+
+
+def _refusals(chip: ChipLimits, devices: int, micro_batches: int, tokens: int) -> list[str]:
+    """Why the kernel does not run on so many devices, each a rank. tokens: of one of eight devices."""
+    own = DEVICES * DEVICES * tokens // devices**2
+    degrees = Degrees(dp=devices, ep=devices)
+    dtypes = Dtypes(**dict.fromkeys(("activation", "weight", "expert", "kv", "state", "conv"), "bfloat16"))
+    load = Load(
+        tokens=own, seqs=own, decode_rows=own, decode_context=1, decode_longest=1, prefill_tokens=0, prefill_context=0,
+        page_size=1, degrees=degrees, dtypes=dtypes, row_tile=1, row_full=1, lanes=chip.lanes, chip=chip,
+    )  # fmt: skip
+    found = refuse_reduce_scatter(HIDDEN, load)
+    if not found and own % (micro_batches * chip.sublanes):
+        found = [f"{own} tokens per rank: {micro_batches} micro-batches take whole tiles of {chip.sublanes}"]
+    return found
 
 
 def _case(name: str, tokens: int, micro_batches: int) -> Case:
@@ -33,8 +52,8 @@ def _case(name: str, tokens: int, micro_batches: int) -> Case:
     return Case(
         name=name,
         block="collectives",
-        variant="hierarchical",
-        build=_build,
+        variant="tpu_hierarchical",
+        build=partial(_build, tokens=tokens),
         args=(Arg((DEVICES * gathered, HIDDEN), "bfloat16", ("data", None)),),
         devices="all",
         unit="token",
@@ -43,7 +62,6 @@ def _case(name: str, tokens: int, micro_batches: int) -> Case:
         kernels=(r"reduce_scatter_hierarchical.*",),
         trips={r"reduce_scatter_hierarchical.*": {"L0": passes, **shares}},
         tiles={"micro_batches": micro_batches},
-        shape=f"{gathered}x{HIDDEN}",
     )
 
 

@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 from benchmarks.kernels.case import Arg, Case
 from moec.blocks.core.batch import Batch, Rows
 from moec.blocks.core.chip import ChipLimits
+from moec.blocks.core.work import tuned_key
+from moec.blocks.mla.tpu_cost import TUNED_BY
 from moec.blocks.mla.tpu_ragged import mla_attend_rows
 
 LATENT, ROPE, ROW = 512, 64, 640
@@ -18,14 +20,16 @@ BUFFERS = 4
 ITEMSIZE = {"bfloat16": 2, "float8_e4m3fn": 1}
 
 
-def _build(chip: ChipLimits, mesh: Mesh, tiles: Mapping[str, int], *, prefill: bool) -> Callable[..., Any]:
+def _build(chip: ChipLimits, mesh: Mesh, tiles: Mapping[str, int], *, heads: int, prefill: bool) -> Callable[..., Any]:
+    keys, block_rows = (tiles["prefill_keys"], tiles["prefill_rows"]) if prefill else (tiles["decode_keys"], heads)
+
     def run(latent, rest, new, pool, start, q_len, cu_q, pages, distribution, layer, old):  # type: ignore[no-untyped-def]
         nothing: Any = None
         batch = Batch(nothing, nothing, cu_q, start + q_len, pages, nothing, nothing, distribution, nothing)
         rows = Rows(nothing, nothing, nothing, q_len, start)
         return mla_attend_rows(
             latent, rest, new, pool, old if prefill else None, batch=batch, rows=rows, base=layer * PAGES, rope=ROPE,
-            scale=192**-0.5, chip=chip, buffers=BUFFERS, **tiles,
+            scale=192**-0.5, chip=chip, keys=keys, block_rows=block_rows, buffers=tiles["buffers"],
         )  # fmt: skip
 
     return run
@@ -41,20 +45,26 @@ def _args(tokens: int, heads: int, cache: str, page: int) -> tuple[Arg, ...]:
 
 def _decode(name: str, heads: int, cache: str, keys: int, page: int = 256) -> Case:
     """Rows of CONTEXT keys. The floor: every cached row once, queries in and means out."""
-    pages, share, loop = keys // page, keys / CONTEXT, "I0.I0.L0"
-    # Whole steps; of a row's steps one is the first (queries arrive) and one the last (its new row, its outputs).
+    return Case(
+        name=name, block="mla", variant="tpu_ragged", build=partial(_build, heads=heads, prefill=False),
+        args=_args(SEQS, heads, cache, page), donate=(3,), unit="KV token", units=SEQS * CONTEXT,
+        floor_bytes=SEQS * (CONTEXT * ROW * ITEMSIZE[cache] + heads * (ROW + LATENT) * 2), kernels=(r"mla_decode.*",),
+        trips=partial(_decode_trips, page), tiles={"decode_keys": keys, "buffers": BUFFERS},
+        grid={"decode_keys": (512, 1024, 2048)},
+        shape=tuned_key(TUNED_BY, rows=SEQS, heads=heads, latent=LATENT, page=page, kv=cache),
+    )  # fmt: skip
+
+
+def _decode_trips(page: int, tiles: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """Whole steps; of a row's steps one is the first (queries arrive) and one the last (its new row, its outputs)."""
+    keys, loop = tiles["decode_keys"], "I0.I0.L0"
+    pages, share = keys // page, keys / CONTEXT
     trips = {
         "I0.L0.I0.I0.L0": pages, loop: SEQS * CONTEXT / keys, f"{loop}.I0.I0.L0": pages, f"{loop}.I1": share,
         f"{loop}.I2.L0": pages, f"{loop}.I3": share, f"{loop}.I3.L0": 0, f"{loop}.I4": share, f"{loop}.I4.I0.L0": 1,
         f"{loop}.I4.L0": 1, "I0.I1.L0": 1, "I0.I2.L0": 1,
     }  # fmt: skip
-    return Case(
-        name=name, block="mla", variant="ragged", build=partial(_build, prefill=False),
-        args=_args(SEQS, heads, cache, page), donate=(3,), unit="KV token", units=SEQS * CONTEXT,
-        floor_bytes=SEQS * (CONTEXT * ROW * ITEMSIZE[cache] + heads * (ROW + LATENT) * 2), kernels=(r"mla_decode.*",),
-        trips={"mla_decode": trips}, tiles={"keys": keys, "block_rows": heads},
-        grid={"keys": (512, 1024, 2048), "block_rows": (heads,)}, shape=f"{SEQS}x{heads}x{LATENT}x{page}x{cache}",
-    )  # fmt: skip
+    return {"mla_decode": trips}
 
 
 def _prefill(name: str, heads: int, cache: str, page: int = 256) -> Case:
@@ -75,11 +85,11 @@ def _prefill(name: str, heads: int, cache: str, page: int = 256) -> Case:
         "I0.I3.L0": block, "I0.I4.L0": block,
     }  # fmt: skip
     return Case(
-        name=name, block="mla", variant="ragged", build=partial(_build, prefill=True),
+        name=name, block="mla", variant="tpu_ragged", build=partial(_build, heads=heads, prefill=True),
         args=_args(tokens, heads, cache, page), donate=(3, 10), unit="query token", units=tokens,
         floor_bytes=CHUNKS * context * ROW * itemsize + tokens * heads * (ROW + LATENT) * 2,
         kernels=(r"mla_prefill.*",), trips={"mla_prefill": trips},
-        tiles={"keys": keys, "block_rows": 1024}, shape=f"{tokens}x{heads}x{LATENT}x{page}x{cache}",
+        tiles={"prefill_keys": keys, "prefill_rows": 1024, "buffers": BUFFERS},
     )  # fmt: skip
 
 

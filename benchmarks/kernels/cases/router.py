@@ -10,7 +10,9 @@ from jax.sharding import AbstractMesh
 
 from benchmarks.kernels.case import Arg, Case
 from moec.blocks.core.chip import ChipLimits
+from moec.blocks.core.work import tuned_key
 from moec.blocks.moe.tpu_dispatch import dispatch
+from moec.blocks.router.tpu_cost import TUNED_BY
 from moec.blocks.router.tpu_fused import route_packed_fused
 
 HIDDEN, EXPERTS, TOP_K, LOCAL = 4096, 512, 10, 64
@@ -51,7 +53,8 @@ def _router_case(tokens: int) -> Case:
         floor_bytes=(tokens + EXPERTS) * HIDDEN * 2 + tokens * 2 * TOP_K * 4,
         kernels=(r"router_fused.*",),
         tiles={"route_tokens": tokens, "route_hidden": HIDDEN},
-        shape=f"{tokens}x{HIDDEN}x{EXPERTS}",
+        grid={"route_hidden": (1024, 2048, HIDDEN)},
+        shape=tuned_key(TUNED_BY, tokens=tokens, width=HIDDEN, experts=EXPERTS, weight="bfloat16"),
         peer=f"xla-top-k-{tokens}",
         bar=0.33,
     )
@@ -71,7 +74,6 @@ def _dispatch_case(tokens: int, peer: str = "") -> Case:
         kernels=(r"moe_dispatch.*",),
         # Products of 8192 places at most fill the rows of this device's share of uniformly drawn choices.
         trips={r"moe_dispatch.*": {"L1.I0.L0": -(-rows // 8192)}},
-        shape=f"{tokens}x{TOP_K}x{LOCAL}",
         peer=peer,
         bar=0.33 if peer else None,
     )

@@ -14,22 +14,26 @@ from jax.sharding import AbstractMesh
 
 from benchmarks.kernels.case import Arg, Case, Refused
 from moec.blocks.core.chip import ChipLimits
+from moec.blocks.core.work import tuned_key
 from moec.blocks.moe.tpu_combine import combine_rows, combine_stream
 from moec.blocks.moe.tpu_combine_cost import sparsecore_copy_rows, sparsecore_refuse
+from moec.blocks.moe.tpu_cost import TUNED_BY
 from moec.blocks.moe.tpu_sparsecore import combine_sparsecore, gather_rows_sparsecore
 
 HIDDEN, TOP_K, LOCAL = 4096, 10, 1 / 8
 UNROLL = 8  # rows per step of the loop that sums
 DEPTH = 8  # copies of rows under way
 EXPERTS = 64  # local ones
+F8 = "float8_e4m3fn"
 
 
 def _by_token(chip: ChipLimits, mesh: AbstractMesh, tiles: Mapping[str, int]) -> Callable[..., Any]:
-    return partial(combine_rows, width=HIDDEN, chip=chip, **tiles)
+    return partial(combine_rows, width=HIDDEN, chip=chip, tile_tokens=tiles["combine_tokens"])
 
 
 def _by_row(chip: ChipLimits, mesh: AbstractMesh, tiles: Mapping[str, int]) -> Callable[..., Any]:
-    return partial(combine_stream, width=HIDDEN, chip=chip, **tiles)
+    sizes = {"tile_tokens": tiles["combine_tokens"], "tile_rows": tiles["stream_rows"]}
+    return partial(combine_stream, width=HIDDEN, chip=chip, **sizes)
 
 
 def _sparsecore(
@@ -74,7 +78,7 @@ def _rows_case(name: str, tokens: int, tile_tokens: int) -> Case:
     return Case(
         name=name,
         block="moe",
-        variant="grouped",
+        variant="tpu_grouped",
         build=_by_token,
         args=(_words(tokens * TOP_K), Arg((tokens, TOP_K), "int32"), Arg((tokens, TOP_K), "float32")),
         unit="token",
@@ -82,20 +86,49 @@ def _rows_case(name: str, tokens: int, tile_tokens: int) -> Case:
         floor_bytes=_floor(tokens),
         kernels=(r"combine_rows.*",),
         trips={r"combine_rows.*": trips},
-        tiles={"tile_tokens": tile_tokens},
-        grid={"tile_tokens": (16, 32, 64)},
-        shape=f"{tokens}x{TOP_K}x{HIDDEN}",
+        tiles={"combine_tokens": tile_tokens},
     )
 
 
 def _stream_case(name: str, tokens: int, tile_tokens: int, tile_rows: int) -> Case:
-    tiles, rows = -(-tokens // tile_tokens), tokens * TOP_K * LOCAL
+    numbers = Arg((tokens * TOP_K,), "int32")
+    return Case(
+        name=name,
+        block="moe",
+        variant="tpu_grouped",
+        build=_by_row,
+        args=(_words(tokens * TOP_K), numbers, numbers, Arg((EXPERTS + 1,), "int32"), Arg((tokens, TOP_K), "float32")),
+        unit="token",
+        units=tokens,
+        floor_bytes=_floor(tokens),
+        kernels=(r"combine_stream.*",),
+        trips=partial(_stream_trips, tokens),
+        tiles={"combine_tokens": tile_tokens, "stream_rows": tile_rows},
+        grid={"combine_tokens": (16, 32, 64), "stream_rows": (16, 32, 64)},
+        shape=tuned_key(
+            TUNED_BY,
+            tokens=tokens,
+            top_k=TOP_K,
+            experts=EXPERTS,
+            width=HIDDEN,
+            inner=1024,
+            expert=F8,
+            scale_block=128,
+            rows="activation",
+            chunks=1,
+        ),
+    )
+
+
+def _stream_trips(tokens: int, tiles: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """All rows in one run, in pieces of stream_rows."""
+    steps, tile_rows = -(-tokens // tiles["combine_tokens"]), tiles["stream_rows"]
+    pieces = tokens * TOP_K * LOCAL / tile_rows
     all_rows = "L0.I0.I0"  # in the first step only
     piece = f"{all_rows}.I2.L0"
-    pieces = rows / tile_rows
     trips = {
-        "L0": tiles,
-        all_rows: 1 / tiles,
+        "L0": steps,
+        all_rows: 1 / steps,
         f"{all_rows}.I0.L0": pieces,
         f"{all_rows}.I1.L0": min(pieces, DEPTH),
         piece: pieces,
@@ -103,22 +136,7 @@ def _stream_case(name: str, tokens: int, tile_tokens: int, tile_rows: int) -> Ca
         f"{piece}.I1": 0,  # rows that are left when the piece is no multiple of UNROLL
         f"{piece}.I1.L0": 0,
     }
-    numbers = Arg((tokens * TOP_K,), "int32")
-    return Case(
-        name=name,
-        block="moe",
-        variant="grouped",
-        build=_by_row,
-        args=(_words(tokens * TOP_K), numbers, numbers, Arg((EXPERTS + 1,), "int32"), Arg((tokens, TOP_K), "float32")),
-        unit="token",
-        units=tokens,
-        floor_bytes=_floor(tokens),
-        kernels=(r"combine_stream.*",),
-        trips={r"combine_stream.*": trips},
-        tiles={"tile_tokens": tile_tokens, "tile_rows": tile_rows},
-        grid={"tile_tokens": (16, 32, 64), "tile_rows": (16, 32, 64)},
-        shape=f"{tokens}x{TOP_K}x{HIDDEN}",
-    )
+    return {r"combine_stream.*": trips}
 
 
 def _runs_case(name: str, tokens: int, tile_tokens: int, tile_rows: int, held_tokens: int) -> Case:
@@ -141,7 +159,7 @@ def _runs_case(name: str, tokens: int, tile_tokens: int, tile_rows: int, held_to
     return Case(
         name=name,
         block="moe",
-        variant="grouped",
+        variant="tpu_grouped",
         build=_by_row,
         args=(_words(tokens * TOP_K), numbers, numbers, Arg((EXPERTS + 1,), "int32"), Arg((tokens, TOP_K), "float32")),
         unit="token",
@@ -149,8 +167,7 @@ def _runs_case(name: str, tokens: int, tile_tokens: int, tile_rows: int, held_to
         floor_bytes=_floor(tokens),
         kernels=(r"combine_stream.*",),
         trips={r"combine_stream.*": trips},
-        tiles={"tile_tokens": tile_tokens, "tile_rows": tile_rows},
-        shape=f"{tokens}x{TOP_K}x{HIDDEN}",
+        tiles={"combine_tokens": tile_tokens, "stream_rows": tile_rows},
     )
 
 
@@ -162,19 +179,18 @@ def _sparsecore_case(call: str, tokens: int) -> Case:
     return Case(
         name=f"moe-{call}-sparsecore-{tokens}",
         block="moe",
-        variant="grouped",
+        variant="tpu_grouped",
         build=partial(_sparsecore, call, tokens),
         args=combine if call == "combine" else gather,
         unit="token",
         units=tokens,
         floor_bytes=_floor(tokens) if call == "combine" else moved,
         knows_chip=True,  # plsc asks for the chip
-        shape=f"{tokens}x{TOP_K}x{HIDDEN}",
     )
 
 
 CASES = (
-    _stream_case("moe-combine-decode", 512, 32, 64),
+    _stream_case("moe-combine-decode", 512, 64, 64),
     _rows_case("moe-combine-decode-by-token", 512, 32),
     _rows_case("moe-combine-prefill-by-token", 8192, 64),
     _runs_case("moe-combine-prefill", 8192, 64, 32, 1024),

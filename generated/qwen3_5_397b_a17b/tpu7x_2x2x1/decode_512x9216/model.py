@@ -1,10 +1,10 @@
 # Emitted by moec; do not edit. Regenerate: moec compile qwen3.5-397b-a17b --target tpu7x:2x2x1 --workload decode_512x9216
-# Digests: spec a912a5398831487d, target 38dc76a100c7f16c, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan fbe86fd4a2487bbc
+# Digests: spec a912a5398831487d, target 8c7a408c9f47814c, workload 919da80e67124d21, overrides 4f53cda18c2baa0c, plan 63824eb498475da7
 """qwen3.5-397b-a17b on tpu7x:2x2x1: 60 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
 Suffixes: T tokens of this rank, A tokens of all ranks, S rows (sequences), D hidden, K experts per token,
-C cached values per token, V vocabulary, L layers.
+V vocabulary, L layers.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from moec.blocks.core.slots import copy_slots, zero_slots
 from moec.blocks.embed.xla import lookup_sharded
 from moec.blocks.gated_delta.tpu_fused import gated_delta_fused
 from moec.blocks.head.xla import logits_sharded
-from moec.blocks.moe.tpu_grouped import experts_to_ranks_grouped
+from moec.blocks.moe.tpu_grouped import experts_reduce_scatter_grouped
 from moec.blocks.moe.xla import shared_expert
 from moec.blocks.router.tpu_fused import route_packed_fused
 from moec.blocks.sampling.xla import sample
@@ -36,7 +36,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "qwen3.5-397b-a17b"
-PLAN_DIGEST = "fbe86fd4a2487bbc"  # sha256 of plan.json
+PLAN_DIGEST = "63824eb498475da7"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
@@ -50,10 +50,11 @@ PAGE_SIZE = 256  # tokens per KV page
 MAX_CONTEXT = 9216  # tokens per sequence
 NUM_PAGES = 2305  # KV pages per rank the plan budgets, page 0 is the sink
 NUM_SLOTS = 65  # sequences per rank the plan budgets, slot 0 is the sink
-CHIP = ChipLimits(
-    vmem_bytes=67108864, lanes=128, sublanes=8, mxu_dtypes=("bfloat16", "float32", "float8_e4m3fn",
-    "float8_e5m2"), sparse_cores=2, sc_subcores=16, sc_lanes=16, sc_vmem_bytes=524288, cores_per_chip=2
-)  # what the kernels must respect of a device of tpu7x:2x2x1
+CHIP = ChipLimits(  # what the kernels must respect of a device of tpu7x:2x2x1
+    vmem_bytes=67108864, lanes=128, sublanes=8,
+    mxu_dtypes=("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"), sparse_cores=2, sc_subcores=16,
+    sc_lanes=16, sc_vmem_bytes=524288, cores_per_chip=2, smem_bytes=1048576,
+)
 GDN_LAYERS = 45  # layers with gdn
 GDN_QK_HEADS = 16  # query/key heads, not cut
 GDN_V_HEADS = 64  # value heads, not cut
@@ -67,11 +68,12 @@ MOE_EXPERTS = 64  # 512 experts / ep 8
 MOE_TOP_K = 10  # experts per token
 MOE_BLOCK_ROWS = {"decode": 16, "mixed": 128}  # token rows of one expert's product
 MOE_INNER_TILE = 1024  # columns of an expert in vector memory at once
-MOE_COMBINE_TOKENS = {"decode": 64, "mixed": 64}  # tokens whose sums leave together
+MOE_COMBINE_TOKENS = 64  # tokens whose sums leave together
 MOE_STREAM_ROWS = {"decode": 64, "mixed": 0}  # rows summed at once with all sums in vector memory; 0 = fetched by token
 MOE_ROUTE_TOKENS = {"decode": 64, "mixed": 512}  # tokens a block of the router takes
-MOE_ROUTE_HIDDEN = {"decode": 4096, "mixed": 4096}  # rows of its matrix it multiplies at a time
+MOE_ROUTE_HIDDEN = 4096  # rows of its matrix it multiplies at a time
 MOE_RETURN_CHUNKS = {"decode": 1, "mixed": 4}  # messages in which sums return, one beside the sums of the next
+MOE_ROW_PARTS = {"decode": 2, "mixed": 0}  # float8 parts of a row in products; 0 = weights are widened to bfloat16
 GQA_LAYERS = 15  # layers with gqa
 GQA_Q_HEADS = 32  # query heads, not cut
 GQA_KV_HEADS = 2  # key/value heads, not cut
@@ -166,11 +168,11 @@ def moe_block(h_TD, w, stack, rows, layer, bucket):
             w["moe"]["router"],
             valid_T=rows.valid,
             top_k=MOE_TOP_K,
-            route_tokens=MOE_ROUTE_TOKENS[bucket], route_hidden=MOE_ROUTE_HIDDEN[bucket], chip=CHIP,
+            route_tokens=MOE_ROUTE_TOKENS[bucket], route_hidden=MOE_ROUTE_HIDDEN, chip=CHIP,
         )
         h_AD = gather_tokens(h_TD, DATA)  # A: the tokens of all ranks
         index_AK, weight_AK = gather_routing_packed(packed_T2K, DATA)
-        y_TD = experts_to_ranks_grouped(
+        y_TD = experts_reduce_scatter_grouped(
             h_AD,
             index_AK,
             weight_AK,
@@ -180,9 +182,10 @@ def moe_block(h_TD, w, stack, rows, layer, bucket):
             {"w_gate": stack["w_gate_scale"], "w_up": stack["w_up_scale"], "w_down": stack["w_down_scale"]},
             layer=layer,
             first_expert=lax.axis_index(EXPERT) * MOE_EXPERTS,
-            block_rows=MOE_BLOCK_ROWS[bucket], inner_tile=MOE_INNER_TILE,
-            combine_tokens=MOE_COMBINE_TOKENS[bucket], stream_rows=MOE_STREAM_ROWS[bucket], chip=CHIP,
+            block_rows=MOE_BLOCK_ROWS[bucket], inner_tile=MOE_INNER_TILE, combine_tokens=MOE_COMBINE_TOKENS,
+            stream_rows=MOE_STREAM_ROWS[bucket], chip=CHIP,
             axes=DATA, return_chunks=MOE_RETURN_CHUNKS[bucket],
+            row_parts=MOE_ROW_PARTS[bucket],
         )
         s_TD = shared_expert(h_TD, w["moe"], gate="sigmoid")
         y_TD = (y_TD + s_TD).astype(h_TD.dtype)

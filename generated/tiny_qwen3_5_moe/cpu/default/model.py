@@ -1,10 +1,10 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu --workload default
-# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan bfc11951249ff043
+# Digests: spec 2e982e786557aadc, target a9134ae57537eb7d, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 4ea8eed89226ffae
 """tiny_qwen3_5_moe on cpu: 4 layers, attention DP1, experts EP1.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
-Suffixes: T tokens of this rank, A tokens of all ranks, S rows (sequences), D hidden, K experts per token,
-C cached values per token, V vocabulary, L layers.
+Suffixes: T tokens of this rank, S rows (sequences), D hidden, K experts per token, C cached values per token,
+V vocabulary, L layers.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "bfc11951249ff043"  # sha256 of plan.json
+PLAN_DIGEST = "4ea8eed89226ffae"  # sha256 of plan.json
 
 MESH_AXES = {"data": 1}  # 1 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences

@@ -1,5 +1,5 @@
 # Emitted by moec; do not edit. Regenerate: moec compile tiny/qwen3_5_moe --target cpu:8 --workload default
-# Digests: spec 2e982e786557aadc, target 57776177cc6d0b90, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan d3748785b05f3bf4
+# Digests: spec 2e982e786557aadc, target 57776177cc6d0b90, workload aff6b214b470e3f4, overrides 4f53cda18c2baa0c, plan 6108b0c41458c893
 """tiny_qwen3_5_moe on cpu:8: 4 layers, attention DP8, experts EP8.
 
 Read `step` first, then `forward`, the groups, the layer kinds and the blocks. Arrays are this device's shards.
@@ -35,7 +35,7 @@ from .weights import IGNORE, SCALE_BLOCK, SCALE_SUFFIX, weights
 __all__ = ["IGNORE", "SCALE_BLOCK", "SCALE_SUFFIX"]  # the loader reads them here
 
 NAME = "tiny_qwen3_5_moe"
-PLAN_DIGEST = "d3748785b05f3bf4"  # sha256 of plan.json
+PLAN_DIGEST = "6108b0c41458c893"  # sha256 of plan.json
 
 MESH_AXES = {"data": 8}  # 8 devices
 DATA = ("data",)  # attention data parallel: each rank has its own sequences
