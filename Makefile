@@ -43,8 +43,8 @@ test: $(STAMP) ## the tests (at most 10 minutes on 2 cores; no network, no torch
 test-full: test ## `make test`, then all meshes and the TPU compilations (marks slow and aot)
 	$(PYTEST) -m "slow or aot"
 
-test-aot: $(STAMP) ## every shipped model's decode step compiled for TPU (marks aot and aot_all)
-	$(BIN)/python -m pytest -m "aot or aot_all" tests/aot/test_specs.py
+test-aot: $(STAMP) ## every shipped model's decode step and every kernel compiled for TPUs (marks aot and aot_all)
+	$(BIN)/python -m pytest -m "aot or aot_all" tests/aot/test_specs.py tests/aot/test_kernels.py
 
 lint: $(STAMP) ## style, types, import laws and drift of generated/
 	$(BIN)/ruff check .
