@@ -241,6 +241,9 @@ def program(case: Case, layout: Layout, scaled: bool) -> tuple[str, dict[str, An
     dp, tp, ep = (layout.degree(axes) for axes in (layout.data, layout.tensor, layout.expert))
     options: dict[str, Any] = {"tuning": {"block_rows": {"mixed": 4}}, **case.site}
     options = {"variant": BLOCKS[case.kind]().VARIANTS[0], **options}
+    if "COLLECTIVES_MICRO_BATCHES" in case.constants:
+        # By bucket, with one that differs, as the constant is.
+        options["returns_tuning"] = {"shards_per_chip": 1, "micro_batches": {"decode": 0, "mixed": 1}}
     site = Site(
         name="own",
         collectives="moec.blocks.collectives.xla",
