@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moec.blocks.core.array_info import FLOAT8
+from moec.blocks.core import array_info
 
-E4M3 = np.dtype(FLOAT8)
+E4M3 = np.dtype(array_info.E4M3)
 LARGEST, SMALLEST_NORMAL = np.float32(448), np.float32(2.0**-6)
 CODES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 # A peak over its own scale may be 448 plus float32's rounding: no saturation.

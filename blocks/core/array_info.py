@@ -40,13 +40,13 @@ SCALED: dict[str, ScaleBlock] = {
 }
 # Edges of the squares of float8 values that may share one scale: as released checkpoints have it, then what they are
 # requantised to where a plan pins it (compiler/plan/scales.py).
-FLOAT8, FLOAT8_EDGES = "float8_e4m3fn", (128, 512)
+E4M3, FLOAT8_EDGES = "float8_e4m3fn", (128, 512)
 
 
 def scaled_block(dtype: str, edge: int) -> ScaleBlock:
     """What shares one scale in a weight of a dtype in SCALED. edge: of FLOAT8_EDGES, of float8's squares."""
     block = SCALED[dtype]
-    return replace(block, rows=edge, columns=edge) if dtype == FLOAT8 else block
+    return replace(block, rows=edge, columns=edge) if dtype == E4M3 else block
 
 
 @dataclass(frozen=True)

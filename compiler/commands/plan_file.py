@@ -25,14 +25,15 @@ def read_plan(folder: Path) -> Plan:
     """The plan of an emitted program; raises ProblemsError with everything that makes the file no plan."""
     file = folder / NAME
     try:
-        data = json.loads(file.read_bytes().decode())
+        text = file.read_bytes().decode()
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ProblemsError([_problem(file, f"no JSON: {error.msg}", error.lineno, error.colno)]) from None
     except (UnicodeDecodeError, OSError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
         raise ProblemsError([_problem(file, f"cannot be read: {reason}")]) from None
     try:
-        return Plan.model_validate_json(json.dumps(data))
+        return Plan.model_validate_json(text)
     except ValidationError as error:
         raise ProblemsError(_not_a_plan(error, data, file)) from None
 

@@ -9,7 +9,7 @@ from moec.blocks.registry import COLLECTIVES, PARTS
 
 from ..graph.ir import BlockInst, Graph
 from ..plan.plan import Plan
-from ..plan.variants import WAY_BACK
+from ..spec.pins import WAY_BACK
 from .arrays import chosen_variant
 
 WIDTH = 110  # of emitted lines

@@ -12,7 +12,7 @@ from moec.blocks.registry import BLOCKS, EMITTERS
 
 from ..graph.ir import Addition, BlockInst, Branch, Graph, Group, Layer
 from ..plan.plan import Plan
-from ..plan.variants import WAY_BACK
+from ..spec.pins import WAY_BACK
 from .arrays import StateArray, chosen_variant, mesh_rules, state_arrays
 from .constants import WIDTH, chosen_part, chosen_way_back, constants, text, tuned, uses_kernels
 from .ends import PoolView, bucket_text, embed_text, head_text, kv_writes, pool_view, times

@@ -1,6 +1,6 @@
 """Dtypes of a plan: the target's defaults, the user's pins, and what neither can do."""
 
-from moec.blocks.core.array_info import FLOAT8, FLOAT8_EDGES, PACKED, SCALED
+from moec.blocks.core.array_info import E4M3, FLOAT8_EDGES, PACKED, SCALED
 from moec.blocks.core.work import Dtypes
 from moec.targets.target import Target
 
@@ -62,11 +62,11 @@ def check_dtypes(graph: Graph, target: Target, dtypes: Dtypes) -> list[Problem]:
     if dtypes.weight in DEQUANTISED:
         text = f"UNSUPPORTED: only expert stacks carry block scales, so other weights cannot be {dtypes.weight}"
         problems.append(Problem("plan.dtypes.weight", text, "valid: bfloat16, float32"))
-    if dtypes.expert_rows != "activation" and dtypes.expert != FLOAT8:
-        text = f"UNSUPPORTED: rows in {dtypes.expert_rows} go with experts in {FLOAT8}, and these are {dtypes.expert}"
+    if dtypes.expert_rows != "activation" and dtypes.expert != E4M3:
+        text = f"UNSUPPORTED: rows in {dtypes.expert_rows} go with experts in {E4M3}, and these are {dtypes.expert}"
         problems.append(Problem("plan.dtypes.expert_rows", text, "valid: activation"))
     table = graph.checkpoint
-    if dtypes.expert == FLOAT8 and table is not None and table.scale_suffix is None:
+    if dtypes.expert == E4M3 and table is not None and table.scale_suffix is None:
         text = f"UNSUPPORTED: experts in {dtypes.expert} need block scales, and the checkpoint table has none"
         problems.append(Problem("plan.dtypes.expert", text, "declare model.checkpoint.scales"))
     return problems + _ragged_blocks(graph, dtypes.expert) + refuse_scale_block(graph, dtypes)
@@ -82,10 +82,10 @@ def stored_edge(graph: Graph) -> int | None:
 def refuse_scale_block(graph: Graph, dtypes: Dtypes) -> list[Problem]:
     """The usual edge takes stored scales as they are; a wider one goes with float8 and whole blocks."""
     edge, usual, pin = dtypes.scale_block, FLOAT8_EDGES[0], "plan.dtypes.scale_block"
-    if edge != usual and dtypes.expert != FLOAT8:
-        text = f"UNSUPPORTED: one scale per {edge} x {edge} values goes with experts in {FLOAT8}"
+    if edge != usual and dtypes.expert != E4M3:
+        text = f"UNSUPPORTED: one scale per {edge} x {edge} values goes with experts in {E4M3}"
         return [Problem(pin, f"{text}, and these are {dtypes.expert}", "leave it out")]
-    if dtypes.expert != FLOAT8:
+    if dtypes.expert != E4M3:
         return []
     table = graph.checkpoint
     if edge == usual and table and table.scale_block and stored_edge(graph) != usual:
@@ -105,7 +105,7 @@ def refuse_scale_block(graph: Graph, dtypes: Dtypes) -> list[Problem]:
 
 def _ragged_blocks(graph: Graph, dtype: str) -> list[Problem]:
     """4-bit experts have whole blocks of scales; one problem for the first that has not."""
-    if dtype not in SCALED or dtype == FLOAT8:
+    if dtype not in SCALED or dtype == E4M3:
         return []
     rows = SCALED[dtype].rows
     for key, weight in all_weights(graph).items():

@@ -9,7 +9,7 @@ one by half the subnormals' step, 2**-10 S, and becomes 0 up to that size. Nothi
 
 from dataclasses import replace
 
-from moec.blocks.core.array_info import FLOAT8, FLOAT8_EDGES
+from moec.blocks.core.array_info import E4M3, FLOAT8_EDGES
 
 from .dtypes import refuse_scale_block, stored_edge
 from .evaluate import Priced, Question, evaluate
@@ -22,7 +22,7 @@ ABSOLUTE_ERROR = 2.0**-10 / 448  # of the block's peak
 def scale_choices(question: Question, chosen: Priced) -> tuple[ScaleChoice, ...]:
     """Every granularity that float8 experts may have, the chosen one first; () without them."""
     own = question.dtypes.scale_block
-    if question.dtypes.expert != FLOAT8:
+    if question.dtypes.expert != E4M3:
         return ()
     first = ScaleChoice(
         edge=own,

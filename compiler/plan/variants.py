@@ -18,8 +18,7 @@ from moec.targets.target import Target
 from ..graph.ir import BlockInst, Graph
 from ..graph.weights import block_of
 from ..problems import Problem
-from ..spec.pins import CORES, UNPERMUTE
-from ..spec.pins import WAY_BACK as WAY_BACK
+from ..spec.pins import CORES, UNPERMUTE, WAY_BACK
 from ..spec.schema import PlanPins
 from .plan import VariantChoice
 from .tuned import refused as refused_by

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from moec.blocks.core.declare import Variant
 from moec.blocks.registry import cost
 
+from ..emit.constants import tuned
 from ..graph.ir import Graph
 from ..plan.plan import BucketPlan, Plan
-from ..plan.variants import WAY_BACK, Place, places, way_back
+from ..plan.variants import Place, places, way_back
+from ..spec.pins import WAY_BACK
 from .hlo import Instruction, Module, trip_count
 from .report import Frozen
 
@@ -86,12 +88,10 @@ def _times(place: Place, graph: Graph, plan: Plan, bucket: BucketPlan) -> int:
 
 def _declared(place: Place, variant: Variant, plan: Plan, bucket: BucketPlan) -> Mapping[str, int]:
     """What the variant says it launches with the bucket's tiles."""
-    tiles: dict[str, int] = {}
-    for key, value in plan.tuning.items():
-        owner, _, tile = key.partition(".")
-        name, _, of = tile.partition(".")
-        if owner == place.owner and of in ("", bucket.name):
-            tiles[name] = value
+    tiles = {
+        name: value[bucket.name] if isinstance(value, dict) else value
+        for name, value in tuned(place.owner, plan).items()
+    }
     found: Mapping[str, int] = cost(place.kind, variant).kernels(tiles, prefills=bucket.max_q > 1)
     return found
 

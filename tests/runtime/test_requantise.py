@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moec.blocks.core.array_info import FLOAT8, ArrayInfo, Source, scaled_block
+from moec.blocks.core.array_info import E4M3, ArrayInfo, Source, scaled_block
 from moec.blocks.core.program import make_mesh
 from moec.blocks.core.quant import dequantize_on_host, quantize_on_host
 from moec.runtime.convert import dequantize
@@ -18,7 +18,7 @@ from moec.runtime.requantise import RoundingError, requantise, rounding_error
 from moec.runtime.weights import load_weights
 
 EDGE = 512
-WIDE = scaled_block(FLOAT8, EDGE)
+WIDE = scaled_block(E4M3, EDGE)
 D, I, E, L = 512, 1024, 2, 2  # noqa: E741
 Write = Callable[[Path, list[dict[str, np.ndarray]]], Path]
 
@@ -51,7 +51,7 @@ def test_the_same_bits_as_through_floats(block: tuple[int, int], turned: bool) -
     values = (np.ascontiguousarray(q.T).T if turned else q).view(ml_dtypes.float8_e4m3fn)
     scale = np.exp(rng.standard_normal((2 * EDGE // block[0], EDGE // block[1]))).astype(ml_dtypes.bfloat16)
     meant = dequantize(q.view(ml_dtypes.float8_e4m3fn), scale, block)
-    wanted, wanted_scale = quantize_on_host(meant, FLOAT8, WIDE)
+    wanted, wanted_scale = quantize_on_host(meant, E4M3, WIDE)
     found, found_scale, error = requantise(values, scale, block, EDGE)
     np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
     np.testing.assert_array_equal(found_scale, wanted_scale)
@@ -64,7 +64,7 @@ def test_the_same_bits_as_through_floats(block: tuple[int, int], turned: bool) -
 
 def test_the_error_told_is_the_error_and_within_theory() -> None:
     rng = np.random.default_rng(2)
-    q, scale = quantize_on_host(draw(rng, 2 * EDGE, EDGE), FLOAT8)
+    q, scale = quantize_on_host(draw(rng, 2 * EDGE, EDGE), E4M3)
     stored = dequantize_on_host(q, scale)
     found, wide, error = requantise(q, scale, (128, 128), EDGE)
     moved = np.abs(dequantize_on_host(found, wide) - stored)
@@ -85,7 +85,7 @@ def test_the_error_told_is_the_error_and_within_theory() -> None:
 
 def test_blocks_of_one_scale_keep_their_bits() -> None:
     """Requantising is exact where the stored scales of a wide block are equal."""
-    q, scale = quantize_on_host(draw(np.random.default_rng(3), EDGE, EDGE), FLOAT8, WIDE)
+    q, scale = quantize_on_host(draw(np.random.default_rng(3), EDGE, EDGE), E4M3, WIDE)
     found, wide, error = requantise(q, scale.repeat(4, 0).repeat(4, 1), (128, 128), EDGE)
     np.testing.assert_array_equal(found.view(np.uint8), q.view(np.uint8))
     assert error.relative < 2**-20 and wide == pytest.approx(scale, rel=2**-20)
@@ -113,7 +113,7 @@ def program(stored_block: tuple[int, int] | None, edge: int = EDGE) -> Any:
     for key, shape in {"w_gate": (L, E, D, I), "w_up": (L, E, D, I), "w_down": (L, E, I, D)}.items():
         scales = (L, E, shape[2] // edge, shape[3] // edge)
         own = None if edge == 128 else (edge, edge)
-        tree[key] = ArrayInfo(shape, FLOAT8, axes, sources[key], tuple(range(L)))
+        tree[key] = ArrayInfo(shape, E4M3, axes, sources[key], tuple(range(L)))
         tree[f"{key}_scale"] = ArrayInfo(scales, "float32", axes, (), tuple(range(L)), scale_of=key, block=own)
     suffix = "_scale_inv" if stored_block else None
     return SimpleNamespace(
@@ -153,7 +153,7 @@ def test_stored_float8_is_requantised_when_loaded(layout: str, tmp_path: Path, w
             for n in range(L)
         }
     for name, value in drawn.items():
-        q, scale = quantize_on_host(value, FLOAT8)
+        q, scale = quantize_on_host(value, E4M3)
         tensors |= {name: q, name + "_scale_inv": scale}
         meant[name] = dequantize_on_host(q, scale)
     folder = write_checkpoint(tmp_path, [tensors])
@@ -163,7 +163,7 @@ def test_stored_float8_is_requantised_when_loaded(layout: str, tmp_path: Path, w
             for e in range(E):
                 value = meant[f"layers.{n}.{e}.{key}"] if layout == "single" else part(meant, n, key)[e]
                 value = value.T
-                wanted, scale = quantize_on_host(value, FLOAT8, WIDE)
+                wanted, scale = quantize_on_host(value, E4M3, WIDE)
                 np.testing.assert_array_equal(found[f"w_{key}"][n, e].view(np.uint8), wanted.view(np.uint8))
                 np.testing.assert_array_equal(found[f"w_{key}_scale"][n, e], scale)
                 back = dequantize_on_host(found[f"w_{key}"][n, e], scale)

@@ -16,7 +16,8 @@ from moec.blocks.core.work import tuned_key
 from moec.blocks.moe.tpu_cost import TUNED_BY
 from moec.blocks.moe.tpu_grouped import expert_rows_grouped
 
-LAYERS, EXPERTS, HIDDEN, INNER, TOP_K = 60, 64, 4096, 1024, 10
+# Layers of the stack that the kernel indexes: as many as a v6e holds in bfloat16.
+LAYERS, EXPERTS, HIDDEN, INNER, TOP_K = 16, 64, 4096, 1024, 10
 F8 = "float8_e4m3fn"
 CHUNK_BYTES = 16 << 20  # moe/tpu_cost.py: sums of eight ranks return in four messages of at least as much
 
