@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moec.blocks.core import array_info
+from moec.blocks.core.array_info import E4M3
 
-E4M3 = np.dtype(array_info.E4M3)
+F8_E4M3 = np.dtype(E4M3)
 LARGEST, SMALLEST_NORMAL = np.float32(448), np.float32(2.0**-6)
-CODES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+CODES = np.arange(256, dtype=np.uint8).view(F8_E4M3).astype(np.float32)
 # A peak over its own scale may be 448 plus float32's rounding: no saturation.
 _SATURATED = np.float32(448 * (1 + 2.0**-20))
 _STRIP = 128  # rows whose errors are taken at once, so that temporaries stay small
@@ -61,7 +61,7 @@ def requantise(
     distinct values: only those are computed, and the values are looked up.
     """
     (rows, columns), (r, c) = q.shape, block
-    assert q.dtype == E4M3 and not (edge % r or edge % c or rows % edge or columns % edge), (q.shape, block, edge)
+    assert q.dtype == F8_E4M3 and not (edge % r or edge % c or rows % edge or columns % edge), (q.shape, block, edge)
     tall, wide = rows // r, columns // c
     counts = np.empty((tall, wide, 256), np.int64)
     for i, places in enumerate(_places(q, r, c)):
@@ -73,11 +73,11 @@ def requantise(
     wider[wider == 0] = 1
     spread = wider.repeat(edge // r, 0).repeat(edge // c, 1)[..., None]
     quotient = values_RC / spread
-    table = np.clip(quotient, -LARGEST, LARGEST).astype(E4M3)
+    table = np.clip(quotient, -LARGEST, LARGEST).astype(F8_E4M3)
     out = np.empty((rows, columns), np.uint8)
     for i, places in enumerate(_places(q, r, c)):
         table[i].view(np.uint8).reshape(-1).take(places, out=out[i * r : (i + 1) * r])
-    return out.view(E4M3), wider, _error(values_RC, quotient, table, spread, counts)
+    return out.view(F8_E4M3), wider, _error(values_RC, quotient, table, spread, counts)
 
 
 def _places(q: np.ndarray, r: int, c: int) -> Iterator[np.ndarray]:
@@ -103,7 +103,7 @@ def rounding_error(w: np.ndarray, q: np.ndarray, scale: np.ndarray, edge: int) -
             strip = slice(start, start + _STRIP)
             spread = across[np.arange(start, min(start + _STRIP, rows)) // edge]
             values = one[strip].astype(np.float32)
-            found += _error(values, values / spread, codes[strip].view(E4M3), spread, None)
+            found += _error(values, values / spread, codes[strip].view(F8_E4M3), spread, None)
     return found
 
 

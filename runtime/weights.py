@@ -25,7 +25,7 @@ from .errors import CheckpointError
 from .packed import scale_block, side_tensors, unpack, unpack_scales
 from .placement import DeviceFill, HostFill, fill_of, sharding_of
 from .program import Program
-from .requantise import E4M3, RoundingError, requantise, rounding_error
+from .requantise import F8_E4M3, RoundingError, requantise, rounding_error
 from .resolve import Path as TreePath
 from .resolve import Piece, Target, layer_shape, resolve, scale_path
 
@@ -216,7 +216,7 @@ def _quantised(stored: _Stored, ops: tuple[Op, ...], target: Target) -> tuple[np
             return _requantised(stored, ops, on_scales, block[0])
     w = apply_ops(stored.floats(), ops).astype(np.float32)
     q, scale = quantize_on_host(w, dtype, replace(SCALED[dtype], rows=block[0], columns=block[1]))
-    return q, scale, rounding_error(w, q, scale, block[0]) if q.dtype == E4M3 else RoundingError()
+    return q, scale, rounding_error(w, q, scale, block[0]) if q.dtype == F8_E4M3 else RoundingError()
 
 
 def _divides(stored: _Stored, ops: tuple[Op, ...], block: tuple[int, int]) -> bool:

@@ -59,6 +59,8 @@ def _engine_source(module: str) -> str:
     lines = _read(module).splitlines()
     for node, target in internal_imports(ast.parse("\n".join(lines)), module):
         if _is_block(target):
+            if module_file(target).name == "__init__.py":
+                raise ValueError(f"{module}: `{ast.unparse(node)}`: model.py has names, not modules")
             names = ", ".join(ast.unparse(alias) for alias in node.names)
             lines[node.lineno - 1] = f"from ..model import {names}"
             for number in range(node.lineno, node.end_lineno or node.lineno):
